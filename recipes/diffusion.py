@@ -3,7 +3,7 @@
     python recipes/diffusion.py
     accelerate launch recipes/diffusion.py --model Qwen/Qwen3-0.6B --learning-rate 1e-5 --dataset trl-lib/Capybara
 
-Tokens are hidden, few or all of them, and the model says from both sides what they were (LLaDA). Of prompts with answers only
+Tokens are hidden, few or all of them, and the model predicts them from both sides (LLaDA). Of prompts with answers only
 the answers are hidden.
 """
 

@@ -5,7 +5,7 @@
 
 What is written is the adapter alone; `toolkit merge` makes a model of it. Without an argument it adapts the model that `make
 demo` has pretrained; where that is missing, a random one, whose embedding learns as well. That model has never seen a chat:
-the rows of the template's tokens learn too. A model that knows its chats needs `--lora-trainable-tokens '[]'`.
+the rows of the template's tokens learn too. A model that was trained on chats needs `--lora-trainable-tokens '[]'`.
 """
 
 from dataclasses import dataclass, field

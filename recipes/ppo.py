@@ -1,11 +1,11 @@
-"""Reinforcement learning of a language model by PPO, with a value head that says what each token was worth.
+"""Reinforcement learning of a language model by PPO, with a value head that estimates the worth of each token.
 
     python recipes/sft.py --config recipes/configs/arithmetic_start.yaml
     python recipes/ppo.py
     accelerate launch recipes/ppo.py --model Qwen/Qwen3-0.6B --learning-rate 1e-6 \\
         --dataset prompts.jsonl --reward-funcs runs/reward
 
-The policy answers prompts, rewards say how good the answers are (functions, or a reward model that recipes/reward.py made), and
+The policy answers prompts, rewards score the answers (functions, or a reward model that recipes/reward.py made), and
 a penalty keeps it near the model it began as. A linear layer on its hidden states learns to predict the reward; tokens after
 which things went better than predicted become likelier. The first line makes the model that the second one starts from.
 """

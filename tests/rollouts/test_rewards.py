@@ -121,7 +121,7 @@ def test_a_pattern_and_a_schema_that_are_none_are_refused_at_once(folder: Path, 
 
 @pytest.mark.parametrize(("written", "answers", "words"), [
     ("number", "", ["--answer-column", "answer", "split validation"]), ("exact_match", "answr", ["the column answr", "Give --answer-column answer"]),
-    ("good_rewards:asks", "", ["asks for tests", "split train"]), ("good_rewards:asks_wrongly", "", ["asks for prompt;"]),
+    ("good_rewards:asks", "", ["takes tests", "split train"]), ("good_rewards:asks_wrongly", "", ["takes prompt;"]),
 ])  # fmt: skip
 def test_a_column_that_the_data_have_not_is_refused_before_a_model_is_loaded(folder: Path, written: str, answers: str, words: list[str]) -> None:
     """The test split, which no run reads, may be without. Fails when: `load_rewards` looks at one split, or at the first evaluation alone."""

@@ -23,7 +23,7 @@ Labeled = tuple[Sequence[str], Sequence[int | str]]  # texts and their labels
 
 
 def class_baselines(raw: Splits, problem_type: str = "single_label") -> dict[str, float]:
-    """Accuracy on the validation rows of saying the most frequent class, and of logistic regression on words.
+    """Accuracy on the validation rows of always predicting the most frequent class, and of logistic regression on words.
 
     Both are fitted to the first 20,000 training rows. Nothing for other problems than one class a row, for a stream, and for
     rows that are tokenized already.
@@ -46,7 +46,7 @@ def _labeled_texts(rows: Dataset) -> tuple[list[str], list[Any]]:
 def label_baselines(train: Labeled, held_out: Labeled) -> dict[str, float]:
     """Accuracy on held-out (texts, labels) of two classifiers without a neural network.
 
-    "most frequent class" says what is most frequent in training, whatever the text; "words" is logistic regression on the
+    "most frequent class" is the most frequent one in training, whatever the text; "words" is logistic regression on the
     words of the text, weighted by TF-IDF, a strong baseline where topics differ in vocabulary.
     """
     labels, numbers, frequency = np.unique(train[1], return_inverse=True, return_counts=True)
@@ -96,7 +96,7 @@ Sentence = tuple[Sequence[str], Sequence[int]]
 
 
 def tag_baselines(raw: Mapping[str, Dataset], tags: Tags) -> dict[str, float]:
-    """Accuracy on the validation words of always saying the most frequent tag, and of saying each word's most frequent tag.
+    """Accuracy on the validation words of the most frequent tag for all, and of each word's most frequent tag.
 
     Both are counted on the training split; a word that is not in it gets the most frequent tag of words that are in it once.
     Nothing to compare with (an empty dict) without a validation split, and for a stream.

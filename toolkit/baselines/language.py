@@ -52,7 +52,7 @@ def text_baselines(tokenized: Splits, tokenizer: PreTrainedTokenizerBase) -> dic
 def answer_baselines(tokenized: Splits, vocab_size: int) -> dict[str, float]:
     """Mean loss in nats of n-grams over the supervised tokens of the validation split, counted on those of the training split.
 
-    They know which tokens answers are made of and which follow each other, and nothing of the question. Nothing for a stream.
+    They count which tokens are in answers and which follow each other, and ignore the question. Nothing for a stream.
     """
     if "validation" not in tokenized or not all(hasattr(tokenized[name], "__len__") for name in ("train", "validation")):
         return {}
@@ -68,7 +68,7 @@ def masked_token_baselines(
 ) -> dict[str, float]:
     """Mean loss in nats, over the tokens that evaluations hide, of a unigram model of the training tokens.
 
-    It knows how often each token is, and nothing of its neighbors. Special tokens, which are never hidden, are not counted.
+    It counts how often each token is, and ignores its neighbors. Special tokens, which are never hidden, are not counted.
     Nothing for a stream.
     """
     if evaluation is None or not hasattr(tokenized["train"], "__len__"):
@@ -123,7 +123,7 @@ def ngram_bits_per_byte(
     Interpolated modified Kneser-Ney smoothing (Chen and Goodman 1998, section 3), the strongest of the classical ones: three
     discounts for each order from the counts of counts, lower orders from the number of distinct contexts, and below the
     unigram a uniform distribution, so that no token is impossible. Documents are one stream here; with an end token between
-    them, as in training, nothing needs to know where one starts. The first tokens of `eval_ids` have a shorter context.
+    them, as in training, it does not matter where one starts. The first tokens of `eval_ids` have a shorter context.
 
     Args:
         train_ids, eval_ids: token ids in [0, vocab_size), documents one after the other.

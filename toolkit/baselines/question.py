@@ -40,7 +40,7 @@ def question_baselines(raw: Mapping[str, Dataset]) -> dict[str, float]:
         asked = _words(question)
         closest.append(max(sentences, key=lambda sentence: likeness(asked, sentence)))
     found = {"first sentence": [sentences[0] for sentences in contexts], "sentence most like the question": closest}
-    always = [-math.inf] * len(answers)  # they never say that there is no answer
+    always = [-math.inf] * len(answers)  # they never predict that there is no answer
     return {name: squad_metrics(predictions, answers, always)["f1"] for name, predictions in found.items()}
 
 

@@ -1,7 +1,7 @@
 """A cache of folders under keys that name their content: built once, safe for many processes, and read only while whole.
 
 A folder has its name when all of it is on the disk, with a digest of every file. Each start reads the digests again: a folder
-that is damaged is rebuilt, by one process, which says so.
+that is damaged is rebuilt, by one process, which prints a line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cached_splits(key: str, build: Callable[[Path], None]) -> DatasetDict:
     """The `<split>.arrow` files that `build(folder)` writes, as memory-mapped datasets; built only when `key` is new.
 
     `key` must change with anything that changes the rows: it is also the fingerprint of the datasets, hence the key of
-    everything `datasets` derives from them. Several processes may ask at once: one builds, the others wait.
+    everything `datasets` derives from them. Several processes may call it at once: one builds, the others wait.
     """
     return open_splits(cache_folder(key, build))
 
@@ -121,7 +121,7 @@ def mapped_files(dataset: Dataset) -> dict[str, int]:
 
 
 def check_uncut(files: dict[str, int]) -> None:
-    """Ask before each read of mapped files whether they still have their size: microseconds a file.
+    """Check before each read that mapped files still have their size: microseconds a file.
 
     One that was deleted or renamed stays readable. One that is cut during the read still ends the process: nothing can be done
     about a mapping then, and the fault handler that `run_recipe` turns on shows where it was.

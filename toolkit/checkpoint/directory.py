@@ -89,7 +89,7 @@ def verify_checkpoint(path: str | Path, *, contents: bool = True) -> list[str]:
 
 
 def _wrong_fields(manifest: dict[str, Any], path: Path) -> str:
-    """What keeps a manifest from being one of a checkpoint, whatever its digest says; empty where nothing does."""
+    """What keeps a manifest from being one of a checkpoint, whatever its digest is; empty where nothing does."""
     if not isinstance(manifest.get("schema"), int) or not isinstance(manifest.get("files"), dict):
         return "its fields schema and files are not a number and a list of files"
     if manifest["schema"] > SCHEMA:

@@ -8,7 +8,7 @@ import torch
 
 
 def flatten(tree: object, path: tuple[str, ...] = ()) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors of a tree by name, and a JSON skeleton that says where they go."""
+    """The tensors of a tree by name, and a JSON skeleton of where they go."""
     if isinstance(tree, torch.Tensor):
         # a conjugate or negative view has the bytes of what it is a view of
         return {"/".join(path): tree.resolve_conj().resolve_neg()}, {"$tensor": "/".join(path)}

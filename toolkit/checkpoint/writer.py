@@ -31,7 +31,7 @@ class CheckpointWriter:
 
     def __init__(self, root: Path, keep: int | None, *, background: bool = False) -> None:
         self.root, self.keep, self.background = root, keep, background
-        self.seconds = 0.0  # of the last save, to know how long before a deadline one must begin
+        self.seconds = 0.0  # of the last save, which is how long before a deadline one must begin
         self._copies: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []

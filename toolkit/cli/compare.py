@@ -23,7 +23,7 @@ def compare(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="A page with it, and the curves in one frame.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all differences.")] = False,
 ) -> None:
-    """Say where runs differ first: setting, environment, data, step, loss, tensor; and what is the likely cause.
+    """Show where runs differ first: setting, environment, data, step, loss, tensor; and what is the likely cause.
 
     Each run is compared with the first. Nothing is trained and no model is loaded. Settings that only name places are left out.
 

@@ -1,4 +1,4 @@
-"""toolkit doctor: whether a recipe trains what it says, tried in a minute on a small version of its model."""
+"""toolkit doctor: whether a recipe trains as its settings claim, tried in a minute on a small version of its model."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def doctor(
     """Run a recipe for a few steps, on the CPU and with a small version of its model, and look for mistakes.
 
     Gradients of different splits, labels, masks, ends of texts, padding, learning rates, frozen and forgotten parameters,
-    weight decay, evaluation, saving, resuming, types, tokenizer, leaks between splits. Each finding says what to change and,
+    weight decay, evaluation, saving, resuming, types, tokenizer, leaks between splits. Each finding names what to change and,
     where that is known, in which line of the recipe. Nothing is written next to the recipe, nothing is sent.
 
     Ends with 0 when nothing was found, with 1 when something was, with 2 when the recipe can't be run.
@@ -43,7 +43,7 @@ def doctor(
         if name not in CHECKS:
             raise typer.BadParameter(f"{name}: no check of that name. There are {', '.join(CHECKS)}.", param_hint="--only")
     quiet = bool(values["as_json"])
-    # Standard output is for the report: DeepSpeed, say, writes there when it is imported.
+    # Standard output is for the report: DeepSpeed, for instance, writes there when it is imported.
     with Watch(os.path.abspath(script)) as watch, contextlib.redirect_stdout(sys.stderr):
         main, config = read_recipe(Path(os.path.abspath(script)), words)
         tell = (lambda text: None) if quiet else (lambda text: say(f"  {text} ...", error=True))

@@ -79,9 +79,9 @@ def evaluate(
 ) -> None:
     """Evaluate a model on a dataset: metrics over all rows of a split, exact for any batch size.
 
-    Of a run without --dataset: on the rows that it held out. It says how many of the rows the run was trained on.
+    Of a run without --dataset: on the rows that it held out. It prints how many of the rows the run was trained on.
 
-    They are the metrics that training logs, computed in float32 unless --dtype says otherwise, and rows are read as training
+    They are the metrics that training logs, computed in float32 unless --dtype is given, and rows are read as training
     reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for. Of a run on
     other data, the task's own settings are the run's: the prefix of sources, languages, windows, masks, beams.
     """
@@ -136,7 +136,7 @@ def evaluate(
         say(f"  {name:<{width}}  {_shown(value)}")
 
 
-# What a run's config.yaml says of the model as it was made, and of the rows it was trained on.
+# Settings of a run's config.yaml: of the model as it was made, and of the rows it was trained on.
 _OF_TRAINING = frozenset({
     "model", "tokenizer", "model_revision", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "intermediate_size", "max_position_embeddings", "dropout", "attention_dropout", "hidden_act",
@@ -145,7 +145,7 @@ _OF_TRAINING = frozenset({
 })  # fmt: skip
 
 
-# What belongs to a task and not to one data set. Windows of questions are as long as --max-length says.
+# What belongs to a task and not to one data set. Windows of questions have the length of --max-length.
 _TASKS: tuple[tuple[type[Settings], ...], ...] = (
     (Seq2SeqConfig, GeneratedTextConfig), (QuestionAnsweringConfig,), (MaskedLMConfig,), (TokenClassificationConfig,),
     (EmbeddingConfig,), (RankingConfig,),

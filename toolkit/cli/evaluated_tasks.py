@@ -104,7 +104,7 @@ class EvaluatedTask:
         that compare generated texts.
     metrics(loaded): what is computed.
     collate(model, tokenizer): from tokenized rows to a micro-batch.
-    form(config, model): how the rows are read; None: as the task's name says.
+    form(config, model): how the rows are read; None: those of the task's name.
     augment(model, tokenizer, config): what changes a tokenized row before, such as masks.
     texts(loaded, of_texts, accelerator): how texts are generated for the metrics that compare them; None: as a causal language
         model answers its prompts.
@@ -258,7 +258,7 @@ def _seq2seq_texts(loaded: Loaded, of_texts: TextMetrics, accelerator: Accelerat
     return target_metrics(accelerator, loaded.tokenizer, splits, config, config.max_target_length, of_texts)
 
 
-# By transformers' class of the model; the first task of each is what is meant where the columns do not say.
+# By transformers' class of the model; the first task of each is what is meant where the columns leave it open.
 EVALUATED: dict[str, dict[str, EvaluatedTask]] = {
     "AutoModelForCausalLM": {
         "sft": _language("sft"),

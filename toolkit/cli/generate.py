@@ -154,7 +154,7 @@ class _Printer:
 
 
 def _prefix_of_run(model: str, typed: str | None) -> str:
-    """What was put before each source in training: as typed, else as the run's config.yaml says."""
+    """What was put before each source in training: as typed, else as in the run's config.yaml."""
     from toolkit.data.sources.trained_rows import config_of_run
 
     of_run = config_of_run(model)

@@ -53,7 +53,7 @@ class Group(TyperGroup):
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """None of the group's own options where the first word is a command: all of them say something and end."""
+        """None of the group's own options where the first word is a command: all of them print something and exit."""
         return [] if self._names_command else super().get_params(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -67,7 +67,7 @@ def lazy_group(
     """The class of a group whose commands are those of the table; to a Typer app it is `cls`.
 
     What a row names is a function with Typer's annotations, or a Typer app. Only the command that is called is imported:
-    listing, completing and suggesting know each by its name and its line. `flags_follow`: commands whose first argument
+    listing, completing and suggesting use the name and the line of each. `flags_follow`: commands whose first argument
     begins what is somebody else's, which Typer must not read. `elsewhere`: what to type for a word that is no command of the
     table but means something, else the empty text.
     """

@@ -23,7 +23,7 @@ COMMANDS = {
         "sweep": ("toolkit.cli.sweep:sweep", "Search settings of a recipe: trials as runs, continued when killed."),
         "checkpoints": ("toolkit.cli.checkpoints:checkpoints", "List the checkpoints of a run."),
         "report": ("toolkit.cli.report:report", "Write one HTML page about runs: curves, samples, settings."),
-        "compare": ("toolkit.cli.compare:compare", "Say where runs differ first, and why: settings, data, steps, tensors."),
+        "compare": ("toolkit.cli.compare:compare", "Show where runs differ first, and why: settings, data, steps, tensors."),
         "runs": ("toolkit.cli.runs:runs", "List the runs below a directory: status, steps, metrics, time."),
         "rollouts": ("toolkit.cli.rollouts:rollouts", "Show what a run sampled, filter it, score it again."),
         "replay": ("toolkit.cli.replay:replay", "Run a run again, and compare the weights."),
@@ -68,7 +68,7 @@ def _elsewhere(word: str) -> str:
 
 
 app = typer.Typer(
-    help="Functional training on Hugging Face Accelerate. `toolkit COMMAND --help` says more.",
+    help="Functional training on Hugging Face Accelerate. `toolkit COMMAND --help` has more.",
     cls=lazy_group(COMMANDS, RECIPE_FLAGS_FOLLOW, _elsewhere), no_args_is_help=True, **LOOK,
 )  # fmt: skip
 

@@ -31,7 +31,7 @@ def plan(
         ),
     ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Find the largest micro-batch that fits.")] = False,
-    measure: Annotated[int, typer.Option(help="Take N steps here, to know how long all of them will.", min=0)] = 0,
+    measure: Annotated[int, typer.Option(help="Take N steps here, to estimate how long all of them will.", min=0)] = 0,
     step_seconds: Annotated[float | None, typer.Option(help="How long a step takes, in place of --measure.")] = None,
     price: Annotated[float | None, typer.Option(help="What an hour of the machine costs.")] = None,
     processes: Processes = None,

@@ -27,7 +27,7 @@ class _Config(ModelConfig, DataConfig):
     _Config,
     seed="Of the order in which rows are written.",
     model="The model whose tokenizer is taken.",
-    max_length="Cut longer documents, as --overlong says. Default: none is cut.",
+    max_length="Cut longer documents, according to --overlong. Default: none is cut.",
     streaming="Read the source as a stream: no copy of the text on the disk or in memory.",
 )
 def prepare(

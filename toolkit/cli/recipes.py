@@ -60,8 +60,8 @@ def copy(
 ) -> None:
     """Copy a recipe, a config or a launch file, to edit it.
 
-    The copy runs from anywhere: python FILE, or toolkit train FILE. Its first line says where it comes from. The text as it
-    is now is kept next to it, in .toolkit/originals, so that `toolkit diff FILE` can tell what you changed from what upstream
+    The copy runs from anywhere: python FILE, or toolkit train FILE. Its first line has its origin. The text as it
+    is now is kept next to it, in .toolkit/originals, so that `toolkit diff FILE` can separate your changes from what upstream
     did: leave it there, and commit it with the copy. Nothing is overwritten.
     """
     source = find_own_file(recipe)

@@ -144,7 +144,7 @@ def _downloaded(tokenizer: str, commit: str) -> str:
 
     try:
         return snapshot_download(tokenizer, revision=commit, allow_patterns=_OF_A_TOKENIZER)
-    except Exception as error:  # whatever the Hub or the network can say; what is newest may be the same
+    except Exception as error:  # whatever the Hub or the network can raise; what is newest may be the same
         say(f"{tokenizer} can't be had at the commit {commit} ({reason(error)}): the newest is taken", error=True)
         return tokenizer
 

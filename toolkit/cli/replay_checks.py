@@ -17,7 +17,7 @@ def read_run(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """run.json and config.yaml of a run that has ended.
 
     Raises:
-        Refusal: they are missing, or the run has not ended, or has ended otherwise than its settings tell.
+        Refusal: they are missing, or the run has not ended, or has ended otherwise than its settings define.
     """
     if not directory.is_dir():
         raise typer.BadParameter(f"{directory}: there is no such directory.", param_hint="DIR")

@@ -55,7 +55,7 @@ def check_task(task: str | None, tasks: tuple[str, ...] = TASKS) -> None:
 
 
 def option(config_class: type[Settings], name: str, help: str | None = None) -> Any:
-    """The option of a setting; typed as text, or as a switch. `help`: where the setting's own speaks of other settings."""
+    """The option of a setting; typed as text, or as a switch. `help`: where the setting's own refers to other settings."""
     setting = settings_of(config_class)[name]
     usual = {str: "TEXT", int: "N", float: "X", bool: None}[setting.kind]
     metavar = _METAVARS.get(name) or ("|".join(setting.choices) if setting.choices else "A,B" if setting.is_list else usual)
@@ -66,7 +66,7 @@ def option(config_class: type[Settings], name: str, help: str | None = None) -> 
 def with_settings(names: str, *groups: type[Settings], **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command with an option for each of these settings of the groups too: what was typed is its argument `typed`.
 
-    `names`: in the order of its --help, with spaces between. `helps`: where a setting's own help speaks of other settings.
+    `names`: in the order of its --help, with spaces between. `helps`: where a setting's own help refers to other settings.
     """
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -111,7 +111,7 @@ def submit(
         if "\n" in option or not option.startswith("-"):
             raise typer.BadParameter(f"{option!r}: is no option of sbatch, such as --qos=high.", param_hint="--sbatch")
     array = next((f"--sbatch={option}" for option in options if _ARRAY.match(option)), "")
-    if array or os.environ.get("SBATCH_ARRAY_INX"):  # which sbatch takes for it, and before what its script says
+    if array or os.environ.get("SBATCH_ARRAY_INX"):  # which sbatch takes for it, and prefers to what is in its script
         raise Refusal(
             f"{array or 'SBATCH_ARRAY_INX'}: the jobs of an array would write into one output directory ({folder}). Submit "
             "once for each --output-dir; jobs that share the trials of a sweep are --sweep-workers N."

@@ -195,7 +195,7 @@ def _check_population(config_class: type[Settings], space: Sequence[Dimension], 
     if trials < 2:
         raise Refusal(f"--trials {trials}: a population has 2 members or more.")
     if options.constraint:
-        raise Refusal("--prune pbt: knows no constraints. Leave out --constraint.")
+        raise Refusal("--prune pbt: supports no constraints. Leave out --constraint.")
     fixed = settings_of(DataConfig).keys() | settings_of(ModelConfig).keys() | settings_of(AdapterConfig).keys()
     fixed = fixed - {"dropout", "attention_dropout", "lora_dropout"} | {"optim", "seed", "max_steps", "num_train_epochs"}
     for dimension in space:

@@ -18,8 +18,8 @@ from toolkit.sweeps.storage import open_journal
 def words_of_a_worker(script: str, words: Sequence[str], workers: int) -> tuple[list[str], Path]:
     """What is typed after `toolkit sweep` for one of several workers, and the sweep's directory; starts and writes nothing.
 
-    The words are a recipe file's flags and options of `toolkit sweep`. Unless they say how many trials run at a time, one
-    does on each worker, and a proposal knows the results of all but those.
+    The words are a recipe file's flags and options of `toolkit sweep`. Unless they set how many trials run at a time, one
+    does on each worker, and a proposal has the results of all but those.
 
     Raises:
         Refusal, typer.BadParameter: what `toolkit sweep` refuses before its first trial.

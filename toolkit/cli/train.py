@@ -37,7 +37,7 @@ def train(
         code = _show_help(script, words)
         own = [flag for option in context.command.params for flag in option.opts if flag.startswith("--")]
         say(f"\nOptions of `{context.command_path}`, which may be among these: {', '.join(own)}.\n"
-              f"`{context.command_path} --help` says more.")  # fmt: skip
+              f"`{context.command_path} --help` has more.")  # fmt: skip
         raise typer.Exit(code)
     placement = placement_of(values)
     outlive_the_log()

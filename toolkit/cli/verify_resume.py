@@ -37,7 +37,7 @@ def verify_resume(
 ) -> None:  # fmt: skip
     """Run a recipe twice in temporary directories, once uninterrupted and once killed and resumed, and compare the bits.
 
-    A few steps with a checkpoint every other one, unless the recipe's flags say otherwise: --max-steps 8 --save-strategy
+    A few steps with a checkpoint every other one, unless the recipe's flags set others: --max-steps 8 --save-strategy
     steps --save-steps 2 --logging-steps 1, and --eval-strategy no where no flag is about evaluations. SIGKILL comes after a
     step in the middle. Compared are the final checkpoints and the model directories (every tensor bit for bit, every other
     file), every logged metric, the samples and the summary; what was compared is printed.

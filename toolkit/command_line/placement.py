@@ -45,7 +45,7 @@ MainPort = Annotated[
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of this machine, and the machines. `typed`: the options that ask for it once more."""
+    """The ranks of this machine, and the machines. `typed`: the options that set it once more."""
 
     processes: int = 1
     nodes: Nodes = ONE_MACHINE
@@ -60,11 +60,11 @@ class Placement:
 
 
 def placement_of(values: Mapping[str, Any]) -> Placement:
-    """What the options ask for together; where one isn't given, the Accelerate config file decides.
+    """What the options set together; where one isn't given, the Accelerate config file decides.
 
     Raises:
         typer.BadParameter: there is no such file.
-        Refusal: options are missing or contradict each other; the file can't be read, or wants GPUs that are missing.
+        Refusal: options are missing or contradict each other; the file can't be read, or requires GPUs that are missing.
     """
     name = values["accelerate_config"]
     config = read_accelerate_config(find_accelerate_config(name)) if name else None

@@ -88,7 +88,7 @@ def read_flags(arguments: Iterable[str], settings: Mapping[str, Setting], hyperp
     """Take the flags apart: --name text, --name=text, --switch, --no-switch, with - or _ alike; lists may repeat theirs.
 
     A SageMaker container repeats every hyperparameter as a flag whose text has lost its type (None is '', a list is its
-    Python repr). Such an argument says nothing new and is left out; one with another text is the user's own.
+    Python repr). Such an argument adds nothing and is left out; one with another text is the user's own.
     """
     spellings = spellings_of(settings)
     repeats = {key.replace("-", "_"): lossy_text(value) for key, value in hyperparameters.items()}
@@ -100,7 +100,7 @@ def read_flags(arguments: Iterable[str], settings: Mapping[str, Setting], hyperp
             return Flags({}, True, frozenset(), [])
         if not word.startswith("--"):
             mistakes.append(_stray(word, flag, spellings))
-            _skip_values(words)  # more of the same text, say
+            _skip_values(words)  # more of the same text, for instance
             continue
         flag, equals, text = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")

@@ -28,12 +28,12 @@ EXIT_REFUSED, EXIT_TRY_AGAIN, EXIT_STOPPED = 2, 75, 130  # the last as shells ha
 
 
 def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
-    """Run a recipe's `main` with the config that the command line, SM_HPS and --config ask for.
+    """Run a recipe's `main` with the config that the command line, SM_HPS and --config define.
 
     Exits with 2 and one message when settings or data are refused, and with an exception's own `exit_code` (a run that a
     signal stopped has 75) and its message when it has one. Other exceptions keep their traceback.
     """
-    if sys.__stderr__ is not None:  # a crash in native code (a file cut under its mapping, say) shows where it was
+    if sys.__stderr__ is not None:  # a crash in native code (such as of a file cut under its mapping) shows where it was
         faulthandler.enable(sys.__stderr__)
     outlive_the_log()
     keep_bars_out_of_logs()
@@ -88,7 +88,7 @@ def config_class_of(main: Callable[[AnyConfig], Any]) -> type[AnyConfig]:
     """The class that annotates the parameter of a recipe's `main`.
 
     Raises:
-        Refusal: main isn't a function of one config, or doesn't say of which class that is.
+        Refusal: main isn't a function of one config, or is not annotated with that config's class.
     """
     if not inspect.isfunction(main):
         raise Refusal(f"main is {main!r}, and no function main(config: Config), as a recipe has.")
@@ -139,7 +139,7 @@ def import_recipe(recipe: Path) -> ModuleType:
 
 
 def read_recipe(script: Path, words: list[str]) -> tuple[Callable[[Any], Any], Settings]:
-    """A recipe's `main`, for a command that calls it, and the config that the words after its name ask for.
+    """A recipe's `main`, for a command that calls it, and the config that the words after its name define.
 
     Raises:
         Refusal: the recipe can't be imported, or its settings are refused.

@@ -34,7 +34,7 @@ def find_recipe(written: str, command: str = "toolkit train") -> str:
 
 
 def sweep_folder(script: str, asked: str | None) -> Path:
-    """Where a sweep of a recipe is written: what --sweep-dir says, else sweeps/RECIPE."""
+    """Where a sweep of a recipe is written: --sweep-dir, else sweeps/RECIPE."""
     return Path(asked) if asked else Path("sweeps") / Path(script).stem
 
 

@@ -23,7 +23,7 @@ def print_refusal(refusal: Refusal) -> None:
 
 
 def print_mistake(mistake: TyperException) -> None:
-    """Likewise one of Typer's exceptions: what is wrong on the command line, and whose --help says what would be right.
+    """Likewise one of Typer's exceptions: what is wrong on the command line, and whose --help has what would be right.
 
     The exception of a command line without any word has no message: it has shown the help page.
     """

@@ -1,6 +1,6 @@
 """Settings: what they are, which there are, and every rule about their values.
 
-`setting` says what a setting is; `groups`, `tasks`, `preferences`, `adapter`, `policy` and others list them; `values` reads and
+`setting` defines a setting; `groups`, `tasks`, `preferences`, `adapter`, `policy` and others list them; `values` reads and
 checks one value from text, YAML or JSON; `rules` puts the tables of what does not go together to a config; `files` reads and
 writes config.yaml. Nothing here imports a heavy library. `__init__.pyi` lists the public names, each with its file, which is
 loaded when the name is first used, so that a command without settings makes no class of them.

@@ -1,4 +1,4 @@
-"""What a rule about settings is, and the questions that several rules ask."""
+"""What a rule about settings is, and the conditions that several rules share."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
 
 
 def momentum_of(config: OptimConfig) -> float:
-    """The momentum of an OptimConfig: what it says, else the default of its optimizer."""
+    """The momentum of an OptimConfig: as set, else the default of its optimizer."""
     if config.momentum is not None:
         return float(config.momentum)
     return 0.95 if config.optim == "muon" else 0.0

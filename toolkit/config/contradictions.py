@@ -113,7 +113,7 @@ _ROWS: tuple[tuple[Callable[..., Any], str], ...] = (
      """--lr-patterns '["layers.(1,2)=0.5"]'."""),
     # Distillation
     (lambda distillation_loss, beta: distillation_loss == "jsd" and beta in (0.0, 1.0),
-     "{beta} makes jsd 0 whatever the student says: take a value between, or --distillation-loss forward_kl (what "
+     "{beta} makes jsd 0 whatever the student predicts: take a value between, or --distillation-loss forward_kl (what "
      "TRL does for 0) or reverse_kl (for 1)."),
     (lambda on_policy_share, teacher_top_k, teacher:
          on_policy_share > 0 and teacher_top_k is not None and not is_on_a_server(teacher),
@@ -129,7 +129,7 @@ _ROWS: tuple[tuple[Callable[..., Any], str], ...] = (
     (lambda teacher, teacher_top_k: is_on_a_server(teacher) and teacher_top_k is None,
      "{teacher} is a server, which is queried for its most probable tokens: add --teacher-top-k 20."),
     (lambda teacher, teacher_top_k, temperature: is_on_a_server(teacher) and temperature != 1.0,
-     "{temperature}: the server {teacher} says its log-probabilities at 1. Leave it out, or name a teacher that is loaded "
+     "{temperature}: the server {teacher} returns its log-probabilities at 1. Leave it out, or name a teacher that is loaded "
      "here."),
     (lambda teacher, match_layers: is_on_a_server(teacher),
      "{teacher} is a server, which has no classes and no layers to compare with: name a classifier that is loaded here."),

@@ -53,7 +53,7 @@ def write_config_file(config: Settings, path: str | Path) -> None:
 
 
 def mark_not_read(path: Path, names: Collection[str]) -> None:
-    """Say in a config.yaml which of its settings the run never read; they stay, so that the file repeats the run."""
+    """Mark in a config.yaml which of its settings the run never read; they stay, so that the file repeats the run."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         found = re.match(r"(\w+): ", line)

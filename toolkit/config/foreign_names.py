@@ -1,6 +1,6 @@
 """Keys of transformers' Trainer and TRL that are no settings here, as values that mean what happens anyway, or what to do.
 
-Their YAML files hold many keys that only say a default, also keys of former versions and of the example scripts (run_clm,
+Their YAML files hold many keys that only repeat a default, also keys of former versions and of the example scripts (run_clm,
 run_glue). `SAME` lists the values that mean what every recipe does: such a key is taken and changes nothing. `PASSED_OVER` are
 keys on which no result depends: any value is taken, and what happens in its place is logged. `foreign_values.TRANSLATED` turns
 keys into settings. Any other value is refused with what to do instead.
@@ -21,8 +21,8 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     # Data
     "dataset_kwargs": (({}, {"skip_prepare_dataset": False}), "leave it out: rows of input_ids are taken as they are."),
     "shuffle_dataset": ((True, False), "leave it out: each epoch has another order, drawn from the seed."),
-    "eos_token": ((), "leave it out: a turn ends as the chat template ends it, which generation knows too, and a text "
-                      "with its tokenizer's end. For another, tokenizer: a directory whose tokenizer_config.json says it."),
+    "eos_token": ((), "leave it out: a turn ends as the chat template ends it, which generation uses too, and a text "
+                      "with its tokenizer's end. For another, tokenizer: a directory whose tokenizer_config.json has it."),
     "dataloader_drop_last": ((False,), "leave it out: every example is trained on, those of a short last batch too."),
     "test_split_size": ((), "take eval_fraction, the share of the training rows that is held out."),
     # Evaluation, devices
@@ -77,7 +77,7 @@ SAME: dict[str, tuple[tuple[Any, ...], str]] = {
     "push_to_hub_organization": ((), "write hub_model_id: ORGANIZATION/NAME."),
     "mlm": ((False,), "leave it out: language models here predict the next token."),
     "config_overrides": ((), "leave it out: hidden_size, num_hidden_layers and others shape a built-in model."),
-    "model_type": ((), "leave it out: the recipe says it. For one from scratch take a built-in shape as model: tiny-llama."),
+    "model_type": ((), "leave it out: the recipe sets it. For one from scratch take a built-in shape as model: tiny-llama."),
     "data_dir": ((), "write the folder as dataset."),
     "source_prefix": (("",), "put it into the prompts."),
     "rpo_alpha": ((), "write loss_type: [sigmoid, sft] and loss_weights: [1.0, RPO_ALPHA]."),
@@ -110,14 +110,14 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "ignore_data_skip": ((False,), "a resumed run continues at the very next example."),
     "label_names": ((["labels"],), "the label column is `label`; see rename_columns."),
     # Logging, evaluation and saving
-    "generate_during_eval": ((False,), "num_samples says how many texts are written at each evaluation."),
+    "generate_during_eval": ((False,), "num_samples is how many texts are written at each evaluation."),
     "do_train": ((True,), "a recipe trains. To evaluate alone: toolkit evaluate MODEL."),  # false is the default there
     "do_predict": ((False,), "run toolkit evaluate MODEL --split test afterwards."),
     "accelerator_config": (({},), "batches are cut the same way on any number of devices."),
-    "lora_task_type": (("CAUSAL_LM",), "the recipe says it."),
+    "lora_task_type": (("CAUSAL_LM",), "the recipe sets it."),
     "disable_tqdm": ((True, False), "there is no bar: a line at each logging."),
     "log_on_each_node": ((True, False), "the main process alone prints."),
-    "logging_nan_inf_filter": ((True, False), "nonfinite says what happens at such a step."),
+    "logging_nan_inf_filter": ((True, False), "nonfinite sets what happens at such a step."),
     "include_num_input_tokens_seen": (("no", False), "supervised tokens are logged always."),
     "include_tokens_per_second": ((True, False), "tokens_per_second is logged always."),
     "project": (("huggingface",), "in every tracker the project is called toolkit; a run has its run_name."),
@@ -138,7 +138,7 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "hub_always_push": ((False,), "what could not be sent waits on disk for toolkit push."),
     "dataloader_persistent_workers": ((True, False), "workers live as long as the run."),
     "dataloader_in_order": ((True,), "the order is exact."),
-    "ddp_timeout": ((1800,), "hang_timeout says after how many seconds of silence a rank counts as hanging."),
+    "ddp_timeout": ((1800,), "hang_timeout sets after how many seconds of silence a rank counts as hanging."),
     "ddp_find_unused_parameters": ((False,), "parameters without a gradient are frozen in a copy of the recipe."),
     "ddp_broadcast_buffers": ((), "buffers are those of each rank."),
     "ddp_static_graph": ((False,), "the graph may change."),
@@ -153,11 +153,11 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     # Rollouts and policy gradients
     "ds3_gather_for_generation": ((True, False), "completions are sampled from sharded weights too."),
     "local_rollout_forward_batch_size": ((), "log-probabilities are computed in micro-batches of the training's size."),
-    "num_sample_generations": ((), "num_samples says how many completions are written at each evaluation."),
+    "num_sample_generations": ((), "num_samples is how many completions are written at each evaluation."),
     "exp_name": ((), "a run has its run_name."),
     **dict.fromkeys(("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts",
                      "log_completions_hub_repo"),
-                    ((True, False), "num_samples says how many completions are written at each evaluation.")),
+                    ((True, False), "num_samples is how many completions are written at each evaluation.")),
     **dict.fromkeys(("use_transformers_continuous_batching", "transformers_continuous_batching_config",
                      "use_transformers_paged", "cache_implementation"),
                     ((False,), "the completions of a step are decoded together.")),
@@ -179,7 +179,7 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "tpu_metrics_debug": ((False,), _DEVICE),
     "xpu_backend": ((), _DEVICE),
     "use_ipex": ((False,), _DEVICE),
-    "n_gpu": ((), "the launcher says how many processes there are."),
+    "n_gpu": ((), "the launcher sets how many processes there are."),
     "jit_mode_eval": ((False,), "evaluation runs the model as it is."),
     "mp_parameters": (("",), "SageMaker's model parallelism is not used: see zero_stage and fsdp."),
     "past_index": ((-1,), "no model keeps its past between steps."),
@@ -195,7 +195,7 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_logits_to_keep": ((True,), "the head works at supervised tokens only."),
     "use_num_logits_to_keep": ((True,), "the head works at supervised tokens only."),
     # Data
-    "cache_dir": ((), "downloads go where HF_HOME says."),
+    "cache_dir": ((), "downloads go to HF_HOME."),
     "overwrite_cache": ((False,), "what is cached is known by its content, and made again when that changes."),
     "pad_to_max_length": ((False,), "a batch is padded to its longest example."),
     "padding_value": ((), "padding is masked, whatever it is made of."),
@@ -209,10 +209,10 @@ PASSED_OVER: dict[str, tuple[tuple[Any, ...], str]] = {
     "chars_per_token": ((3.6,), "rows are packed by their tokens."),
     "sanity_check": ((False,), "max_train_examples takes the first rows alone."),
     "base_model_attribute_name": (("model",), "the model's parts are found by themselves."),
-    "predict_with_generate": ((False,), "num_samples says how many texts are written at each evaluation."),
+    "predict_with_generate": ((False,), "num_samples is how many texts are written at each evaluation."),
     # Logging
     "logging_dir": ((), "the files of a run, those of TensorBoard too, are in output_dir."),
-    "logging_first_step": ((False,), "logging_steps says which steps are logged; 1 logs all."),
+    "logging_first_step": ((False,), "logging_steps sets which steps are logged; 1 logs all."),
     "tracker_project_name": ((), "in every tracker the project is called toolkit; a run has its run_name."),
     "use_legacy_prediction_loop": ((False,), "evaluation keeps sums, and no predictions."),
     "include_inputs_for_metrics": ((False,), "evaluation keeps sums, and no predictions."),

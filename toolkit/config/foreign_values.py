@@ -1,4 +1,4 @@
-"""What a key of Trainer, of TRL or of an example script says with its value: settings, nothing, or what to do about it."""
+"""What a key of Trainer, of TRL or of an example script means with its value: settings, nothing, or what to do about it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def translate(key: str, value: object, written: Mapping[str, Any]) -> dict[str, 
 
 
 def is_foreign(key: str) -> bool:
-    """Whether a name, with underscores, is one of theirs that this file knows."""
+    """Whether a name, with underscores, is one of theirs that this file has."""
     return key in SAME or key in PASSED_OVER or key in TRANSLATED
 
 
@@ -252,7 +252,7 @@ TRANSLATED: dict[str, Meaning] = {
     "disable_dropout": _no_dropout,
     # `python -m torch.distributed.launch` passes it twice: in the environment, and as a flag of each rank.
     "local_rank": _only(
-        lambda value, _: str(value) in ("-1", "0", os.environ.get("LOCAL_RANK")), "leave it out: the launcher says it."
+        lambda value, _: str(value) in ("-1", "0", os.environ.get("LOCAL_RANK")), "leave it out: the launcher sets it."
     ),
     "loss_type": _only(  # of DPO it is a setting
         lambda value, _: value in ("nll", "chunked_nll"),
@@ -271,7 +271,7 @@ TRANSLATED: dict[str, Meaning] = {
     **dict.fromkeys(("train_file", "train_data_file"), _files),
     **dict.fromkeys(
         ("validation_file", "eval_data_file"),
-        _only(  # next to a training file, whose line says what to do with both
+        _only(  # next to a training file, whose line has what to do with both
             lambda value, written: bool({"train_file", "train_data_file"} & set(written)),
             "put it next to the training rows, as train.* and validation.* of one folder, and write dataset: FOLDER.",
         ),

@@ -207,7 +207,7 @@ def _loader_class() -> Any:
     def wrong(what: str, node: Any) -> Any:
         raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
 
-    # An explicit tag makes what it says or is refused.
+    # An explicit tag makes the type it names or is refused.
     for name in ("timestamp", "binary", "set", "omap", "pairs"):
         Loader.yaml_constructors.pop(f"tag:yaml.org,2002:{name}", None)
     Loader.add_constructor("tag:yaml.org,2002:int", number(int))

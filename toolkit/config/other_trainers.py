@@ -6,7 +6,7 @@ names each key's counterpart, so that a file is rewritten in one go.
 
 from __future__ import annotations
 
-# The settings, and the keys that mean just the same; then the settings with what else to know.
+# The settings, and the keys that mean just the same; then the settings with what else differs.
 _SAME = {
     "per_device_train_batch_size global_batch_size": "batch_size", "num_train_epochs": "epochs num_epochs",
     "weight_decay": "wd", "warmup_steps": "warmup",
@@ -59,7 +59,7 @@ _NOTED = {
     ("completion_only_loss assistant_only_loss", "false for what is true there."): "train_on_inputs train_on_prompt",
     ("", "leave it out: the end of a turn is always learned."): "train_on_eos",
     ("attn_implementation", "auto takes the fastest exact one."): "flash_attention flash_attn",
-    ("", "a recipe: toolkit train dpo, kto or reward; of dpo loss_type says which."): "rl",
+    ("", "a recipe: toolkit train dpo, kto or reward; of dpo loss_type selects which."): "rl",
     ("", "there is none; add the noise in a copy of the recipe (toolkit copy sft)."): "noisy_embedding_alpha neftune_alpha",
     ("", "freeze the others in a copy of the recipe (toolkit copy sft)."): "unfrozen_parameters freeze_trainable_layers",
     ("", "leave it out: fsdp is FSDP2."): "fsdp_version",
@@ -67,7 +67,7 @@ _NOTED = {
     ("denoising_steps block_length shift_logits", "toolkit train diffusion."): "diffusion",
     ("", "leave it out: the number of hidden tokens is drawn evenly, as in LLaDA."): "noise_schedule",
     ("", "leave it out: from one token to all are hidden."): "min_mask_ratio max_mask_ratio",
-    ("", "leave it out: hidden tokens always count what the bound of the likelihood says."): "importance_weighting",
+    ("", "leave it out: hidden tokens always count as in the bound of the likelihood."): "importance_weighting",
     ("", "leave it out: the tokenizer's own mask token is taken, else <|mask|> is added."): "mask_token_str mask_token_id",
     ("adam_epsilon", "of a diffusion's noise leave it out: at least one token of each row is hidden."): "eps",
     ("eval_steps", "an evaluation writes the samples."): "generation_interval",
@@ -117,7 +117,7 @@ COUNTERPARTS = {
 
 
 def counterpart(key: str, names: frozenset[str]) -> tuple[list[str], str] | None:
-    """The settings among `names` that mean a key of another trainer, and what else to know; None for a key of nobody's."""
+    """The settings among `names` that mean a key of another trainer, and what else differs; None for a key of nobody's."""
     if key not in COUNTERPARTS:
         return None
     settings, note = COUNTERPARTS[key]

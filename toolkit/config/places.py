@@ -68,6 +68,6 @@ def check_place(place: Path, shown: str, *, is_file: bool = False) -> Path:
 
 
 def unwritable(place: Path, shown: str, error: Exception) -> Refusal:
-    """What to say of a place that the operating system refuses."""
+    """The message for a place that the operating system refuses."""
     name = str(place) if len(str(place)) <= 100 else f"{str(place)[:100]}..."
     return Refusal(f"{shown} {name}: can't be written ({getattr(error, 'strerror', None) or error}). Take another {shown}.")

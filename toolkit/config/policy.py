@@ -59,7 +59,7 @@ class PolicyConfig(ClipConfig):
     )
     advantage_estimator: str = setting(
         "auto", "What a reward is compared with. group: the mean of its group. rloo: the mean of the others in it. reinforce: "
-        "the mean of the step. auto: as loss_type says, else group.",
+        "the mean of the step. auto: that of loss_type, else group.",
         choices=("auto", "group", "rloo", "reinforce"), on_resume="fixed",
     )
     scale_rewards: str = setting(

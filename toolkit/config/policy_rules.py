@@ -28,7 +28,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[..., Any], str], ...] = (
     (lambda dynamic_sampling, streaming: dynamic_sampling > 1 and streaming,
      "{dynamic_sampling} takes further prompts from anywhere in the data, which --streaming cannot: leave one of them out."),
     (lambda rollout_server, top_k, top_p, min_p: rollout_server and not top_k and (top_p < 1 or min_p),
-     "{rollout_server} says which tokens could be drawn at each place for --top-k alone: add --top-k 20 (and start vLLM "
+     "{rollout_server} returns which tokens could be drawn at each place for --top-k alone: add --top-k 20 (and start vLLM "
      "with --max-logprobs 20 or more), or leave {top_p} and {min_p} out."),
     (lambda top_k, num_generations: top_k == 1,
      "{top_k} leaves one token to draw, with the probability 1, so that nothing is learned: take more, or 0 for all."),

@@ -32,7 +32,7 @@ def check_together(config: Settings, given: frozenset[str] | None = None) -> Non
 def check_made_in_code(config: Settings) -> None:
     """The same of settings that no command line has read: those that differ from their defaults are given.
 
-    What one given setting says of another without words (`IMPLIED`) nobody has put into them, so it is refused where a default
+    What one given setting implies of another (`IMPLIED`) nobody has typed, so it is refused where a default
     contradicts it.
     """
     given, values = changed_settings(config), values_of(config)
@@ -48,7 +48,7 @@ def check_made_in_code(config: Settings) -> None:
 
 
 def implied_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What given settings say without words; anything that is given itself stays as it is."""
+    """What given settings imply; anything that is given itself stays as it is."""
     implied: dict[str, Any] = {}
     for name, (applies, others) in IMPLIED.items():
         if name in given and applies(given[name]):

@@ -23,7 +23,7 @@ OnResume = Literal["fixed", "free", "evaluation", "batches", "dropout", "roundin
 class Refusal(Exception):
     """Settings or data that training must not start with.
 
-    The message says what was found, where, what would be right and what to type. The command line prints it without a
+    The message has what was found, where, what would be right and what to type. The command line prints it without a
     traceback and exits with code 2.
     """
 
@@ -124,7 +124,7 @@ def settings_of(config_class: type[Settings]) -> Mapping[str, Setting]:
     """The settings of a recipe's `Config` (or of one group) by name, panel by panel in the order of its bases.
 
     The panel is the class that first declared the field. Help text and rules are the group's, except for what a
-    redeclaration in the recipe says itself.
+    redeclaration in the recipe sets itself.
     """
     if config_class not in _SETTINGS_OF:
         _SETTINGS_OF[config_class] = types.MappingProxyType(_find_settings(config_class))

@@ -139,7 +139,7 @@ class GeneratedTextConfig(SeedConfig):
         "sacrebleu and rouge-score are installed.", on_resume="free",
     )
     num_beams: int | None = setting(
-        None, "Beams of the search; 1 is greedy decoding. Default: as the model's generation_config says.", least=1, most=1024,
+        None, "Beams of the search; 1 is greedy decoding. Default: as in the model's generation_config.", least=1, most=1024,
         aliases=("generation_num_beams",), on_resume="free",
     )
     max_new_tokens: int | None = setting(
@@ -151,10 +151,10 @@ class GeneratedTextConfig(SeedConfig):
         1.0, "Draw from the most probable tokens that sum up to this.", above=0.0, most=1.0, on_resume="free"
     )
     length_penalty: float | None = setting(
-        None, "Of beams: above 0 prefers longer texts. Default: as the model's generation_config says.", on_resume="free"
+        None, "Of beams: above 0 prefers longer texts. Default: as in the model's generation_config.", on_resume="free"
     )
     no_repeat_ngram_size: int | None = setting(
-        None, "No sequence of N tokens twice in a text. Default: as the model's generation_config says.", least=0, most=1024,
+        None, "No sequence of N tokens twice in a text. Default: as in the model's generation_config.", least=0, most=1024,
         on_resume="free",
     )
     num_samples: int = setting(3, "Generated texts to show at each evaluation.", least=0, most=10**4, on_resume="free")
@@ -166,7 +166,7 @@ class RankingConfig(Settings):
 
     ranking_loss: str = setting(
         "lambda", "Loss of a query's documents. bce: each by itself, labels 0 to 1. ranknet: each better one above each worse. "
-        "margin_mse: as far above it as labels say. listnet: softmax of the list. lambda: as nDCG counts (LambdaLoss).",
+        "margin_mse: as far above it as by the labels. listnet: softmax of the list. lambda: as nDCG counts (LambdaLoss).",
         choices=("bce", "ranknet", "margin_mse", "listnet", "lambda"), on_resume="fixed",
     )
     positive_weight: float = setting(

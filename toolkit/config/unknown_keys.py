@@ -12,7 +12,7 @@ from toolkit.config.other_trainers import counterpart
 from toolkit.config.setting import Refusal, Setting, Settings, flag_of, nearest, settings_of, show_value, spellings_of
 from toolkit.system.console import as_typed, warn_once
 
-# Keys of secrets, which are never settings; in a file that says nothing with them there is nothing to refuse.
+# Keys of secrets, which are never settings; in a file that leaves them empty there is nothing to refuse.
 SECRETS = ("hub_token", "push_to_hub_token", "use_auth_token", "token")
 NO_SECRET = (None, True, False, "", "<HUB_TOKEN>", "<PUSH_TO_HUB_TOKEN>")
 
@@ -53,7 +53,7 @@ def foreign_settings(
 ) -> tuple[list[tuple[str, str, Any]], list[tuple[str, Any, str]]]:
     """What the keys of Trainer and TRL among those written mean here.
 
-    Returns (key, setting's name, its value as written) for each setting that one of them says, and (key, value, what to do) for
+    Returns (key, setting's name, its value as written) for each setting that one of them sets, and (key, value, what to do) for
     those that can't be honored.
     """
     meant: list[tuple[str, str, Any]] = []
@@ -62,7 +62,7 @@ def foreign_settings(
         if key in spellings or not is_foreign(key):
             continue
         found = translate(key, raw, named)
-        if (instead := passed_over(key, raw)) and os.environ.get("RANK", "0") == "0":  # one of a run's processes says it
+        if (instead := passed_over(key, raw)) and os.environ.get("RANK", "0") == "0":  # one of a run's processes prints it
             warn_once(f"passed over: {key} {show_value(raw)}: {instead}")
         if isinstance(found, str):
             advice.append((key, "..." if key == "env" else raw, found))  # its values may be keys

@@ -41,7 +41,7 @@ def read_values(config_class: type[Settings], written: Mapping[str, Any], source
     """Checked values by setting name, from what was written under names or aliases (with `_` or `-`).
 
     `source` is the file or variable they are in, for the messages. A null for a plain switch, and where it is Trainer's or
-    TRL's default, says nothing, as in transformers' `bf16: null`.
+    TRL's default, sets nothing, as in transformers' `bf16: null`.
 
     Raises:
         Refusal: unknown keys, settings under two names, values of the wrong type or outside their rules; all at once.
@@ -92,7 +92,7 @@ def read_value(setting: Setting, raw: object, source: str = "") -> Any:
     else:
         value = _read_item(setting, raw)
     if setting.kind is str and not setting.is_list and not isinstance(value, str | None):
-        # YAML made something else of it (no, 0123, 2024-01-01): only the person who wrote it knows the text.
+        # YAML made something else of it (no, 0123, 2024-01-01): the text as it was written is lost.
         raise Refusal(f"{setting.flag} {show_value(value)}{f' ({source})' if source else ''}: must be text; put it in quotes.")
     check_value(setting, value, source)
     return value
@@ -132,7 +132,7 @@ def _read_item(setting: Setting, raw: object) -> Any:
     try:
         if setting.kind is int and (isinstance(raw, int) or (isinstance(raw, str) and raw.strip().lstrip("+-").isdigit())):
             return int(raw)  # exact, however long
-        number = float(raw)  # PyYAML reads 2e-4 as text: YAML 1.1 wants a dot in it
+        number = float(raw)  # PyYAML reads 2e-4 as text: YAML 1.1 requires a dot in it
     except (ValueError, OverflowError):
         return raw
     if setting.kind is float:
@@ -227,7 +227,7 @@ def check_values(config: Settings) -> None:
 
 
 def check_value(setting: Setting, value: Any, source: str = "") -> None:
-    """Refuse a value of the wrong type or outside the rules of its setting; `source` says where it was written."""
+    """Refuse a value of the wrong type or outside the rules of its setting; `source` is where it was written."""
     if value is None and setting.takes_none:
         return
     needs_article = setting.is_list or setting.kind in (int, float)

@@ -16,7 +16,7 @@ __all__ = ["ExamplesIterable", "fingerprint_of", "set_fingerprint"]
 
 
 def fingerprint_of(rows: object) -> str:
-    """What datasets knows rows by, in the names of its cache files; nothing where they are another kind of rows."""
+    """What datasets identifies rows by, in the names of its cache files; nothing where they are another kind of rows."""
     return getattr(rows, "_fingerprint", "")
 
 

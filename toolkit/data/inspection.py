@@ -73,7 +73,7 @@ def guess_task(columns: list[str]) -> str:
     if {"anchor", "positive"} <= present or {"sentence1", "sentence2", "score"} <= present:
         return "embedding"
     if {"query", "positive"} <= present and not any(name.startswith("negative") for name in present):
-        return "embedding"  # a reranker needs something to tell it from
+        return "embedding"  # a reranker needs other candidates
     if {"prompt", "completion", "label"} <= present:
         return "unpaired"
     if "query" in present and present & {"document", "documents", "positive"}:
@@ -100,7 +100,7 @@ def guess_task(columns: list[str]) -> str:
     renames = [likely_renames(columns, (layout,)) for layout in _LIKELY]
     meant = " or ".join(f"--rename-columns {each}" for each in dict.fromkeys(renames) if each)
     raise Refusal(
-        f"The columns {shown or '(none)'} are none that training knows: messages; prompt and completion; text; text and label; "
+        f"The columns {shown or '(none)'} are none that training reads: messages; prompt and completion; text; text and label; "
         f"anchor and positive; sentence1, sentence2 and score; "
         f"chosen and rejected; query, documents and labels; question, context and answers; instruction, input and output; "
         f"question, choices and label; "

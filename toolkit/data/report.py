@@ -35,7 +35,7 @@ class DataReport:
     example_origin: str = ""
     example_names: tuple[str, ...] = ()  # of the pieces, where each is shown by itself
     first_rows: int | None = None  # of a stream: how many rows were counted
-    length_flag: str = "--max-length"  # of the setting that says the longest length
+    length_flag: str = "--max-length"  # of the setting for the longest length
 
 
 def example_pieces(ids: list[int], labels: list[int] | None, decode: Callable[[list[int]], str]) -> list[Piece]:
@@ -126,7 +126,7 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
     # A document that is cut into several rows counts as that many.
     if split.name != "train" and max(split.examples, split.tokens // report.max_length) < FEW_ROWS:
         few = _counted(split.examples, "{row is|rows are}") if split.examples else "no rows are left, which is"
-        lines.append(f"{few} too few to tell one model from another; its metrics say little")
+        lines.append(f"{few} too few to separate one model from another; its metrics mean little")
     if split.classes:
         whole = max(split.examples, sum(split.classes.values()), 1)  # of tags, words
         shares = [f"{label} {count / whole:.1%}" for label, count in split.classes.items()]

@@ -89,7 +89,7 @@ class Measures:
 
 
 def measure(whole: Documents, kept: Documents, cut: Cut, rules: Rules, remarks: Counter[str]) -> Measures:
-    """Count a batch before and after cutting; `remarks` are counts that only tokenizing knows."""
+    """Count a batch before and after cutting; `remarks` are counts that only tokenizing has."""
     ends, supervised_ends = _count_turn_ends(whole, rules)
     sums = Counter(
         examples=len(kept), tokens=len(kept.values), supervised_tokens=int(kept.supervised().sum()), overlong=cut.overlong,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
-    """What a DataLoader yields, by the worker processes that `flag` asks for; they run when this returns.
+    """What a DataLoader yields, by the worker processes of `flag`; they run when this returns.
 
     Raises:
         Refusal: they can't be started, for a limit of processes or threads, or without /dev/shm.
@@ -33,7 +33,7 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
         # torch (2.13) leaves those that were started, and Python waits for them at its end
         for process in multiprocessing.active_children():
             if process not in before:
-                with contextlib.suppress(RuntimeError):  # of torch, which hears of a worker's end
+                with contextlib.suppress(RuntimeError):  # of torch, at a worker's end
                     process.kill()
                     process.join()
         raise Refusal(
@@ -44,8 +44,8 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
 
 @functools.cache
 def _end_them_at_the_end() -> None:
-    """When one worker has died (of the kernel, for want of memory, say) torch leaves the others to Python, which ends them by
-    SIGTERM. Those of a run don't hear it, and Python would wait for them."""
+    """When one worker has died (by the kernel, for want of memory) torch leaves the others to Python, which ends them by
+    SIGTERM. Those of a run ignore it, and Python would wait for them."""
 
     def end() -> None:
         for process in multiprocessing.active_children():

@@ -1,4 +1,4 @@
-"""What a parser knows about a function: the roles of its tokens, questions with answers in its text, its first sentence."""
+"""What a parser finds in a function: the roles of its tokens, questions with answers in its text, its first sentence."""
 
 from __future__ import annotations
 

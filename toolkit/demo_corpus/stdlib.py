@@ -93,7 +93,7 @@ def load_corpus(task: str) -> DatasetDict:
 
 
 def describe_corpus(task: str) -> str:
-    """One line that says which text a run on `stdlib:<task>` reads."""
+    """One line about which text a run on `stdlib:<task>` reads."""
     return f"stdlib:{task}: {corpus_facts()}"
 
 

@@ -1,7 +1,7 @@
-"""Embedded tasks with checkable answers, made here: sums of whole numbers, as hard as their name says.
+"""Embedded tasks with checkable answers, made here: sums of whole numbers, as hard as in their name.
 
 `synthetic:arithmetic` has problems and answers for reinforcement learning, `synthetic:arithmetic_solved` the same problems with
-what a model should say, for the fine-tuning before it. `synthetic:arithmetic/digits=3/terms=4` makes them harder. A problem is
+the answers to write, for the fine-tuning before it. `synthetic:arithmetic/digits=3/terms=4` makes them harder. A problem is
 in one split alone, in whatever order its terms are: the split is a hash of the terms.
 """
 
@@ -59,7 +59,7 @@ def load_corpus(task: str) -> DatasetDict:
 
 
 def describe_corpus(task: str) -> str:
-    """One line that says which problems a run on `synthetic:<task>` reads."""
+    """One line about which problems a run on `synthetic:<task>` reads."""
     _, difficulty = read_task(task)
     numbers = f"{difficulty.terms} numbers of up to {difficulty.digits} digits"
     return f"synthetic:{task}: sums and differences of {numbers}, seed {difficulty.seed}, version {_VERSION}"

@@ -43,7 +43,7 @@ LIBRARY_FAMILIES = {
 INSTRUCTION = "Say in one sentence what this Python function does.\n\n{code}"
 LONGEST_CODE = 1600  # characters, some 450 tokens of a small vocabulary
 LONGEST_CONTEXT = 600  # characters of a function that questions are about
-CHOICES = 4  # sentences of which one says what a function does
+CHOICES = 4  # sentences of which one describes what a function does
 LONGEST_RANKED, RANKED = 600, 8  # characters of a function that is ranked, and how many are ranked together
 
 
@@ -183,7 +183,7 @@ def _nearest_by_length(described: list[Described], lengths: list[int]) -> Callab
     """`nearest(place, number, tie)`: the places that are nearest to `place`, itself included.
 
     Those of its module are nearest, then those of like length by its ratio, then those with the least `tie(place)`. `allowed`
-    says which places may be taken. There are few different lengths: looking at all pairs takes half a minute for the corpus.
+    returns which places may be taken. There are few different lengths: looking at all pairs takes half a minute for the corpus.
     """
     everywhere: dict[int, list[int]] = defaultdict(list)
     in_module: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -121,7 +121,7 @@ def _path_of(rows: Rows, made_of: Mapping[str, Any], top_k: int, vocabulary: int
 
 
 def _announce(work: Sequence[Block]) -> None:
-    """Say how much is going to be computed and written.
+    """Print how much is going to be computed and written.
 
     Raises:
         Refusal: more than there is room for.
@@ -146,7 +146,7 @@ def _announce(work: Sequence[Block]) -> None:
 def _compute(
     accelerator: Accelerator, ask: TeacherFn, work: Sequence[Block], micro_batch_size: int, temperature: float
 ) -> None:
-    """Fill the blocks, each rank every n-th one. All ranks ask the teacher equally often: its weights may be sharded."""
+    """Fill the blocks, each rank every n-th one. All ranks query the teacher equally often: its weights may be sharded."""
     mine = work[accelerator.process_index :: accelerator.num_processes]
     batches = [(block, batch) for block in mine for batch in _cut(block[2], micro_batch_size)]
     filling = (work[0], _cut(work[0][2], micro_batch_size)[0])
@@ -165,7 +165,7 @@ def _compute(
         if batch[-1] == examples[-1]:
             try:
                 _write(split, number, examples, found)
-            except OSError as error:  # the others go on, and hear of it at the end
+            except OSError as error:  # the others go on, and get it at the end
                 problem = problem or error
             found = []
         if time.monotonic() - said > SECONDS_BETWEEN_LINES:

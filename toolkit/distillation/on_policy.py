@@ -109,7 +109,7 @@ def _documents(train: TrainLoader, batch: Batch, number: int) -> list[tuple[tupl
 def _check_prompts(documents: list[dict[str, Any]]) -> None:
     if any("labels" not in document for document in documents):
         raise Refusal(
-            "--on-policy-share: the rows are texts, in which no prompt asks for an answer. Take data with prompts "
+            "--on-policy-share: the rows are texts, without prompts to answer. Take data with prompts "
             "(messages, or prompt and completion), and leave --no-completion-only-loss out."
         )
 

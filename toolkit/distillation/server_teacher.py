@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
-REQUESTS = 16  # texts that each process asks about at a time
-LEAST_REST = 2.0**-24  # of the probability: what float32 can't tell from none, whose logarithm would be infinite
+REQUESTS = 16  # texts that each process sends at a time
+LEAST_REST = 2.0**-24  # of the probability: what float32 can't distinguish from none, whose logarithm would be infinite
 
 
 def connect_teacher(
@@ -125,7 +125,7 @@ def _read(
     if tables is None:
         raise Refusal(
             f"--teacher {client.shown}: answers without prompt_logprobs, the log-probabilities of a text that it is given. "
-            "vLLM's server says them; take that, or a teacher that is loaded here."
+            "vLLM's server returns them; take that, or a teacher that is loaded here."
         )
     if len(tables) != len(tokens):
         raise Refusal(f"--teacher {client.shown}: returned {len(tables)} log-probabilities, and was sent {len(tokens)} tokens.")

@@ -66,7 +66,7 @@ class Store:
         return np.dtype(np.uint16 if self.vocabulary <= 1 << 16 else np.uint32)
 
     def open(self) -> None:
-        """Read every block once and note where its examples lie. A damaged one is removed, and a line says so; so are parts
+        """Read every block once and note where its examples lie. A damaged one is removed, with a warning; so are parts
         of blocks that a killed process has left."""
         self.known = {}
         for path in self.folder.glob(".*.block.*"):  # of a process that was killed while it wrote one, which takes seconds
@@ -113,7 +113,7 @@ class Store:
 
 @dataclass
 class TaughtRows:
-    """The rows of a split, with what the teacher says of each document's supervised tokens, for `collate_taught`."""
+    """The rows of a split, with the teacher's log-probabilities of each document's supervised tokens, for `collate_taught`."""
 
     rows: Rows
     store: Store
@@ -194,7 +194,7 @@ def _places(path: Path) -> dict[int, Stored]:
 
 
 def _name_of(folder: Path) -> np.ndarray:
-    """The name of a store, which its blocks hold: one that was moved or copied here from another says so."""
+    """The name of a store, which its blocks hold: one that was moved or copied here from another has another name."""
     return np.frombuffer(folder.name.encode(), dtype=np.uint8)
 
 

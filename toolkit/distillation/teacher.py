@@ -60,7 +60,7 @@ class Teacher:
 
 
 def load_student_tokenizer(config: ModelConfig, teacher: str | None) -> PreTrainedTokenizerFast:
-    """The student's tokenizer: as the settings say, and of a student that is made from scratch the teacher's.
+    """The student's tokenizer: that of the settings, and of a student that is made from scratch the teacher's.
 
     A server hands out no tokenizer.
 

@@ -65,13 +65,13 @@ class TrainedTeacher:
             return load_trained(self.auto_class, self.settings, torch.device("cpu"), packed=packed)[0]
 
     def compare_templates(self, flag: str, student: PreTrainedTokenizerBase) -> None:
-        """Say where its chat template is another than the student's."""
+        """Print where its chat template is another than the student's."""
         if self.tokenizer.chat_template != student.chat_template:
             how = "and reads rows as the student's template writes them"
             say_once(f"{flag}: has another chat template than the student, {how}")
 
     def describe(self, flag: str, model: PreTrainedModel, shared: SharedVocabulary) -> None:
-        """Say how large it is, and where its tokens are others than the student's."""
+        """Print how large it is, and where its tokens are others than the student's."""
         size = sum(parameter.numel() for parameter in model.parameters())
         kind = str(next(model.parameters()).dtype).removeprefix("torch.")
         other = ", whose numbers for them are others" if shared.of_teacher is not None else ""

@@ -1,4 +1,4 @@
-"""An Accelerate config file, read as `accelerate launch` reads it: how many ranks it asks for, and the variables of each."""
+"""An Accelerate config file, read as `accelerate launch` reads it: how many ranks it sets, and the variables of each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SECTIONS = {"deepspeed_config": "", "fsdp_config": "fsdp_"}  # and what Acceler
 
 @dataclass(frozen=True)
 class AccelerateConfig:
-    """The ranks that a file asks for; None where it leaves something open.
+    """The ranks that a file sets; None where it leaves something open.
 
     `processes` are those of one machine, where the file counts all. `environment` holds the variables by which Accelerate,
-    in each rank, knows what is meant.
+    in each rank, decides what is meant.
     """
 
     path: str
@@ -44,7 +44,7 @@ def read_accelerate_config(path: str) -> AccelerateConfig:
     """Read a config file, YAML or JSON, through Accelerate's own parser (importing it takes three seconds).
 
     Raises:
-        Refusal: there is no such file, it can't be read, or it asks for what `toolkit train` doesn't start.
+        Refusal: there is no such file, it can't be read, or it has what `toolkit train` doesn't start.
     """
     written = _written(path)
     try:
@@ -135,4 +135,4 @@ def _check_sections(path: str, written: dict[str, Any], known: set[str]) -> None
         for key in written.get(section) or {}:
             if key not in known and f"{prefix}{key}" not in known:
                 hint = did_you_mean(key, [name for name in known if not prefix or name.startswith(prefix)])
-                raise Refusal(f"{path}: {section}: {key}: Accelerate knows no such key.{hint}")
+                raise Refusal(f"{path}: {section}: {key}: Accelerate has no such key.{hint}")

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.02
 # After the first rank ended badly, in seconds: a rank may be writing a message or a checkpoint, or wait for the dead one.
 PATIENCE = ((10.0, signal.SIGTERM), (15.0, signal.SIGKILL))
 _FORWARDED = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGTERM}
-_GROUPS_OF_ONE = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"}  # engines that want a process group in any case
+_GROUPS_OF_ONE = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"}  # engines that need a process group in any case
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Nodes:
     """The machines of a job: how many, which of them this is (from 0), and where machine 0 is reached.
 
-    `main_port`: None takes a free one on a single machine, and 29500 on several, which must all know it.
+    `main_port`: None takes a free one on a single machine, and 29500 on several, which must all have it.
     """
 
     count: int = 1
@@ -94,7 +94,7 @@ def started_ranks(
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:  # fmt: skip
     """The running ranks by name; those that still run when the block ends are killed. Arguments as for `launch`.
 
-    Each has a session of its own, so that a terminal's Ctrl-C reaches this process alone, which decides what they hear.
+    Each has a session of its own, so that a terminal's Ctrl-C reaches this process alone, which decides what signals they get.
     """
     ranks: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -114,7 +114,7 @@ def started_ranks(
 
 
 def rank_environments(processes: int, nodes: Nodes = ONE_MACHINE, *, alone: bool = True) -> list[dict[str, str]]:
-    """The variables by which torch.distributed knows a rank, one dictionary a rank.
+    """The variables by which torch.distributed identifies a rank, one dictionary a rank.
 
     Empty for the only process there is, unless it is not to be `alone`, but the one rank of a group.
     """
@@ -158,7 +158,7 @@ def _wait_for(ranks: Mapping[str, Process], received: list[int]) -> int:
         if not running:
             break
         for signal_number in received[forwarded:]:
-            # What the second one does is the recipe's affair, but a rank that is stuck outside Python hears neither.
+            # What the second one does is the recipe's affair, but a rank that is stuck outside Python handles neither.
             _send(running, signal_number if forwarded < 2 else signal.SIGKILL)
             forwarded += 1
         if first_bad is not None and patience and time.monotonic() - failed_at >= patience[0][0]:

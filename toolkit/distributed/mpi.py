@@ -1,4 +1,4 @@
-"""Ranks that mpirun started: their place, as MPI has it, in the variables by which torch.distributed knows it."""
+"""Ranks that mpirun started: their place, as MPI has it, in the variables that torch.distributed reads."""
 
 import os
 import zlib
@@ -40,7 +40,7 @@ def _adopt(names: tuple[str, ...], environment: MutableMapping[str, str]) -> Non
     environment["RANK"] = environment[names[0]]
     if missing := [name for name in names if name not in environment]:
         raise Refusal(
-            f"{names[1]} says that MPI started {environment[names[1]]} ranks, but {' and '.join(missing)} (the place on its "
+            f"{names[1]} shows that MPI started {environment[names[1]]} ranks, but {' and '.join(missing)} (the place on its "
             "host) is not set. Start them with toolkit train RECIPE --processes N, or with torchrun."
         )
     for ours, theirs in zip(_NAMES, names, strict=True):
@@ -50,7 +50,7 @@ def _adopt(names: tuple[str, ...], environment: MutableMapping[str, str]) -> Non
         if on_this_host != int(environment["WORLD_SIZE"]):
             raise Refusal(
                 f"mpirun started {environment['WORLD_SIZE']} ranks, {on_this_host} of them on this host: where they meet must "
-                "be said. Type: mpirun -x MASTER_ADDR=HOST ..., where HOST is the name or address of the host of rank 0 "
+                "be set. Type: mpirun -x MASTER_ADDR=HOST ..., where HOST is the name or address of the host of rank 0 "
                 "(with MPICH and Intel MPI: mpirun -genv MASTER_ADDR HOST ...)."
             )
         environment["MASTER_ADDR"] = "127.0.0.1"

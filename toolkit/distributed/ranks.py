@@ -100,6 +100,6 @@ def close_process_group(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def say_once(line: str) -> None:
-    """Print a line on the first rank, also before there is an accelerator to ask."""
+    """Print a line on the first rank, also before there is an accelerator."""
     if os.environ.get("RANK", "0") == "0":
         say(line)

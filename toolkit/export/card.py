@@ -16,7 +16,7 @@ from toolkit.runs.copies import copy_in_words
 from toolkit.system.console import printable
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Settings that say how a model was trained. Nothing else of the run card's settings is shown.
+# Settings by which a model was trained. Nothing else of the run card's settings is shown.
 SHOWN = (
     "loss_type", "beta", "self_distillation", "distillation_loss", "skew_alpha", "temperature", "cross_entropy_share",
     "teacher_top_k", "on_policy_share", "match_layers", "match_attention", "attention_annealing", "learning_rate",

@@ -57,7 +57,7 @@ def merge_adapter(adapter: Path, dataset: str | None = None) -> Merged:
 
     Raises:
         Refusal: no adapter, or its base is not to be had, or is quantized itself.
-        NotTheSame: the logits differ by more than TOLERANCES says.
+        NotTheSame: the logits differ by more than TOLERANCES.
     """
     if not is_adapter(str(adapter)):
         raise Refusal(f"{adapter}: is no adapter; its directory holds no adapter_config.json, or a whole model.")
@@ -180,5 +180,5 @@ def _explained(adapter: Path, what: str) -> Iterator[None]:
         yield
     except Refusal:
         raise
-    except Exception as error:  # whatever a file, the Hub or peft can say; the cause stays attached
+    except Exception as error:  # whatever a file, the Hub or peft can raise; the cause stays attached
         raise Refusal(f"{adapter}: {what}: {first_line(error)}") from error

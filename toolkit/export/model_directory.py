@@ -71,7 +71,7 @@ def save_model(
 
 
 def card_of_run(model: PreTrainedModel, output_dir: str | Path, summary: Summary) -> str:
-    """The model card of a run, from its run.json; without one, of what the model itself says."""
+    """The model card of a run, from its run.json; without one, from the model's own config."""
     output_dir = Path(output_dir)
     adapter = None
     if is_adapted(model):
@@ -103,10 +103,10 @@ def write_model(
         model: without wrappers; or one of peft.
         state: all its tensors by name, whole; emptied on the way.
         card: the text of README.md.
-        dtype, files: as `save_model` says.
+        dtype, files: as of `save_model`.
 
     Raises:
-        BadModel: as `save_model` says.
+        BadModel: as of `save_model`.
     """
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
     kind = getattr(torch, dtype)

@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen. None: as the model's generation_config says; temperature 0: greedy decoding."""
+    """How the next token is chosen. None: as in the model's generation_config; temperature 0: greedy decoding."""
 
     max_new_tokens: int | None = None  # None: 512, or the length that a masked-diffusion model was trained for
     temperature: float | None = None
@@ -73,7 +73,7 @@ def read_prompts(
     lines: Iterable[str], name: str, tokenizer: PreTrainedTokenizerBase, raw: bool, system: str | None = None,
     gap: str | None = None,
 ) -> list[Prompt]:  # fmt: skip
-    """A prompt for each line that isn't blank: of a .jsonl file what its row asks, else the line itself; `text_prompt`.
+    """A prompt for each line that isn't blank: of a .jsonl file the prompt of its row, else the line itself; `text_prompt`.
 
     Raises:
         Refusal: a line that can't be read or holds no prompt, or no line at all.
@@ -213,7 +213,7 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
 def sampling_settings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, max_new_tokens: int
 ) -> SamplingSettings:
-    """As the flags say, and where they are silent the model's generation_config."""
+    """The flags, and where they are not given the model's generation_config."""
     own: Any = model.generation_config
     given = sampling.temperature is not None or sampling.top_p is not None
     draws = sampling.temperature != 0 if given else bool(own.do_sample)
@@ -267,7 +267,7 @@ def _generated(
     if not settings.do_sample:
         settings.update(temperature=None, top_p=None, top_k=None)
     input_ids = torch.tensor([ids], device=model.device)
-    generate: Any = model.generate  # GenerationMixin's, which the type of a model does not tell
+    generate: Any = model.generate  # GenerationMixin's, which the type of a model lacks
     streamer = None
     if (settings.num_beams or 1) == 1:  # of several beams the best is known at the end: there are no pieces to show
         before = [1 if is_source else len(ids)]  # tokens that come first: a decoder's start, or the prompt

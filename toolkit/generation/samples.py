@@ -1,4 +1,4 @@
-"""Text samples while a model trains: held-out prompts, what the model makes of them, and what the data says."""
+"""Text samples while a model trains: held-out prompts, what the model makes of them, and the answer in the data."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def prompt_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt
 
 
 def _words_of(message: dict[str, Any]) -> str:
-    """What an assistant's message says, and the calls of tools that it makes."""
+    """The content of an assistant's message, and the calls of tools that it makes."""
     content = message.get("content") or ""
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]

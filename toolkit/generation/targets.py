@@ -57,7 +57,7 @@ def generate_targets(
 ) -> Generate:
     """`(model, micro_batch) -> ids` `[examples, at most max_new_tokens]`, without the token that the decoder begins with.
 
-    What the settings leave open is as the model's own generation_config says: its length penalty, its forced tokens.
+    What the settings leave open is as in the model's own generation_config: its length penalty, its forced tokens.
     """
 
     def generate(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _decode(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def _settings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: GeneratedTextConfig, max_new_tokens: int
 ) -> GenerationConfig:
-    """The model's own generation_config, with what the settings say in its place. Draws are made by `_draws`."""
+    """The model's own generation_config, with the settings in its place. Draws are made by `_draws`."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())

@@ -62,7 +62,7 @@ class Written(NamedTuple):
 def asked_of(
     rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False, system: str | None = None
 ) -> list[Asked]:
-    """What each row asks: its messages without an answer at their end, its prompt, or Alpaca's instruction.
+    """The prompt of each row: its messages without an answer at their end, its prompt, or Alpaca's instruction.
 
     A prompt that is a text becomes a user's turn, behind `system`, where the model has a chat template and `raw` is not
     requested. Answers that the rows have are left out.

@@ -39,7 +39,7 @@ PATIENCE = 30.0  # seconds at the end of a run, while nothing does
 def hub_uploads(
     accelerator: Accelerator, config: RunConfig, model: PreTrainedModel, say: Callable[[str], None]
 ) -> Iterator[Uploads | None]:
-    """While a run is open, its uploads on the main process, where `push_to_hub` asks for them; at the end they are waited for.
+    """While a run is open, its uploads on the main process, where `push_to_hub` is set; at the end they are waited for.
 
     Whether we may write is found out before the first step.
 
@@ -170,7 +170,7 @@ class Uploads:
                 self.sender = start_sender(self.queue)
         except OutOfTime:
             raise
-        except Exception as error:  # whatever a disk or a library can say: training continues
+        except Exception as error:  # whatever a disk or a library can raise: training continues
             self.say(f"WARNING: not sent to the Hub: {message}: {error}")
 
     def _add_model(self, checkpoint: Path, step: int, files: Path, events: Iterable[Mapping[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Log-probabilities of answers, those of preference pairs or single ones, of one forward pass, in whatever layout they have.
 
-And what they say of marked answers by themselves, where no reference model and no loss is at hand. That is no reward: the
+And metrics of marked answers by themselves, where no reference model and no loss is at hand. That is no reward: the
 reward of DPO and KTO is the log-probability less that of the reference model, which decides otherwise where the reference
 already found one of two answers the likelier.
 """

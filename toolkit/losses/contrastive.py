@@ -31,7 +31,7 @@ class Texts:
     anchors: embeddings `[examples, d]`, of any length. documents: `[documents, d]`; the first ones are the positives, in the
     order of the examples, the rest are hard negatives. anchor_keys `[examples]`, document_keys `[documents]`: numbers that are
     equal for equal texts. owners `[documents]`: the example that each document came with. scores `[examples]`: how similar
-    anchor and positive are, where the rows say so.
+    anchor and positive are, where the rows have it.
     """
 
     anchors: torch.Tensor

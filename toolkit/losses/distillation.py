@@ -53,8 +53,8 @@ class TeacherLogps:
 
 OfTeacher = Callable[[slice], TeacherLogps]  # of a piece of the supervised positions
 Body = Callable[[OfTeacher, int], torch.Tensor]
-# `teacher(micro_batch, temperature, body)` calls `body(of_teacher, shared)` with what it says of the micro-batch, `shared`
-# being the number of tokens that both know, and returns what that returned. A teacher whose weights are sharded has them
+# `teacher(micro_batch, temperature, body)` calls `body(of_teacher, shared)` with its log-probabilities, `shared`
+# being the number of tokens that both have, and returns what that returned. A teacher whose weights are sharded has them
 # together only while it is called itself, so the student is called within.
 TeacherFn = Callable[[dict[str, Any], float, Body], torch.Tensor]
 
@@ -62,7 +62,7 @@ TeacherFn = Callable[[dict[str, Any], float, Body], torch.Tensor]
 def divergence_of_tokens(
     teacher: torch.Tensor, student: torch.Tensor, divergence: str, *, beta: float = 0.5, skew_alpha: float = 0.1
 ) -> torch.Tensor:
-    """D(p, q) of each position, nats, `[...]`, from log-probabilities of both, `[..., V]`; the table above says which."""
+    """D(p, q) of each position, nats, `[...]`, from log-probabilities of both, `[..., V]`; D is of the table above."""
     if divergence == "forward_kl":
         return _kl(teacher, student)
     if divergence == "reverse_kl":
@@ -107,7 +107,7 @@ def distillation_loss(
     gradient is taken while they are there. Logits are raised to float32 (float64 stays), sums are kept in float64.
     Micro-batches are those of `causal_lm_loss`. `teacher` is made by `build_teacher`, or a function of yours:
     `teacher(micro_batch, temperature, body)` returns `body(of_teacher, shared)`, where `of_teacher(piece)` are the
-    `TeacherLogps` of a slice of the supervised positions, and `shared` is how many tokens both know.
+    `TeacherLogps` of a slice of the supervised positions, and `shared` is how many tokens both have.
 
     Returns the loss, 0-d, and likewise parts of means: `token_accuracy`; `divergence`, D in nats, without temperature^2; with a
     share of it `cross_entropy`.

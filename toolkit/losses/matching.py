@@ -47,7 +47,7 @@ def pair_layers(how: str, of_student: int, of_teacher: int) -> list[tuple[int, i
 
 
 def outputs_apart(student: torch.Tensor, teacher: torch.Tensor, problem_type: str, temperature: float) -> torch.Tensor:
-    """D of each example, `[batch]`, from logits `[batch, classes]` of both; the table above says which."""
+    """D of each example, `[batch]`, from logits `[batch, classes]` of both; D is of the table above."""
     if problem_type == "regression":
         return (student - teacher).square().mean(-1)
     student, teacher = student / temperature, teacher / temperature

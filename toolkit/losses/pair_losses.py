@@ -101,7 +101,7 @@ def hinge_loss(policy: PairLogps, reference: PairLogps, beta: float = 0.1, score
 def ipo_loss(policy: PairLogps, reference: PairLogps, beta: float = 0.1, score: Score = reverse_kl) -> torch.Tensor:
     """IPO: (score(h_w) / |w| - score(h_l) / |l| - 1 / (2 β))².
 
-    IPO, arXiv:2310.12036, equation 17, whose τ is β; the means over tokens are what its authors ran, as TRL's source says.
+    IPO, arXiv:2310.12036, equation 17, whose τ is β; the means over tokens are what its authors ran, by TRL's source.
     """
     return (_margin_per_token(policy, reference, score) - 1 / (2 * beta)).square()
 

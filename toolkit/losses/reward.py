@@ -110,7 +110,7 @@ def _margin(micro_batch: MicroBatch, margin_coefficient: float) -> torch.Tensor 
         return 0.0
     if "margin" not in micro_batch:
         raise Refusal(
-            f"--margin-coefficient {margin_coefficient:g}: the pairs don't say by how much an answer is the better one. "
+            f"--margin-coefficient {margin_coefficient:g}: the pairs don't have by how much an answer is the better one. "
             "Give them a column margin, or scores of both answers, or leave it out."
         )
     return margin_coefficient * micro_batch["margin"]

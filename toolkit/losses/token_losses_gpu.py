@@ -1,5 +1,5 @@
 """Cross-entropy of rows of logits on a GPU: they are read twice and the gradient is written over them, where torch's own
-operations go over a copy in float32 about nine times. `toolkit.losses.token_losses` says what is computed.
+operations go over a copy in float32 about nine times. `toolkit.losses.token_losses` describes what is computed.
 """
 
 from __future__ import annotations

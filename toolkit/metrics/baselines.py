@@ -25,7 +25,7 @@ def compared_with_baselines(
     Args:
         baselines: "figure", the metric's name, and a number for each baseline.
         values: final metrics by name.
-        greater_better: whether more of this metric is better, where the settings say so.
+        greater_better: whether more of this metric is better, where it is set.
     """
     name = str(baselines.get("figure"))
     value = values.get(name)

@@ -64,7 +64,7 @@ OF_ALL = ("r2", "pearson")
 
 @dataclass(frozen=True)
 class _Problem:
-    """What an evaluation needs to know of a kind of label."""
+    """What an evaluation needs of a kind of label."""
 
     losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits, labels -> [batch]
     predict: Callable[[torch.Tensor], torch.Tensor]  # logits -> predictions

@@ -30,7 +30,7 @@ class Ranks:
 def ranks_in_lists(scores: np.ndarray, gains: np.ndarray, queries: np.ndarray) -> Ranks:
     """Ranks of relevant candidates, each within the list of its query, by falling score.
 
-    Of equal scores the less relevant comes first: a model that cannot tell candidates apart is given nothing for it, and the
+    Of equal scores the less relevant comes first: a model that gives candidates equal scores gains nothing by it, and the
     order in which candidates were read has no part in the result.
 
     Args:

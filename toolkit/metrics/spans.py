@@ -42,7 +42,7 @@ def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, 
     Args:
         tags: the classes by number, such as O, B-PER, I-PER.
         scheme: iob1, iob2 or iobes (also for BILOU's letters); plain: each word counts by itself.
-        strict: only entities that are written as the scheme says count (seqeval's strict mode). Else an entity begins
+        strict: only entities that are written by the scheme count (seqeval's strict mode). Else an entity begins
             wherever one can be meant: `O I-PER` is an entity of one word.
 
     Raises:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BASE = "base"  # the folder for a base that was made here
 # The settings of the adapted model, under a name of its own: with a config.json a directory is taken for a whole model.
 MODEL_CONFIG = "model_config.json"
-# Of an encoder-decoder, whose targets may begin with a language that its base knows nothing of.
+# Of an encoder-decoder, whose targets may begin with a language that its base does not have.
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 # peft imports bitsandbytes where that is installed, and on a CPU that one recommends a package for inference, of no use here.
@@ -76,7 +76,7 @@ def base_of_adapter(model: str | None) -> dict[str, str | None] | None:
 
 
 def warning_of_base(base: str | None, model: str | Path) -> str | None:
-    """What to say before an adapter is sent to others whose base they haven't: a directory of this machine. None otherwise.
+    """The message before an adapter is sent to others whose base they haven't: a directory of this machine. None otherwise.
 
     Args:
         base: base_model_name_or_path of the adapter; empty where the base is sent along.
@@ -125,7 +125,7 @@ def check_adapter(directory: str | Path) -> None:
             raise Refusal(f"{path}: {name} has peft load what is not in this directory. Remove it.")
     try:
         PeftConfig.from_pretrained(str(directory))
-    except Exception as error:  # whatever peft says of a kind or a field that it doesn't know
+    except Exception as error:  # whatever peft raises of a kind or a field that it doesn't have
         raise Refusal(f"{path}: is not the settings of an adapter: {first_line(error)}") from error
     weights = directory / WEIGHTS
     if not weights.is_file():
@@ -177,7 +177,7 @@ def put_adapter(model: PreTrainedModel, directory: str | Path, *, is_trainable: 
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
         try:
             adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=is_trainable)
-        except Exception as error:  # whatever peft can say; the cause stays attached
+        except Exception as error:  # whatever peft can raise; the cause stays attached
             raise Refusal(f"{directory}: can't be put on its base {_base_name(model)}: {first_line(error)}") from error
         wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     pass_on_inputs(adapted)

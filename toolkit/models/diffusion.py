@@ -1,7 +1,7 @@
-"""Models for masked diffusion: a mask token, attention to both sides, and what a saved model says of itself.
+"""Models for masked diffusion: a mask token, attention to both sides, and what a saved model's config has of them.
 
 `config.json` keeps both: `is_causal` false, by which transformers makes masks of both sides, and `diffusion`, by which the
-toolkit knows how to sample from the model.
+toolkit can sample from the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 
 
 class Diffusion(NamedTuple):
-    """What sampling from a masked-diffusion model needs to know of it."""
+    """What sampling from a masked-diffusion model needs of it."""
 
     mask_token_id: int
     shift_logits: bool  # a token is predicted at its left neighbor
@@ -55,7 +55,7 @@ def load_diffusion_model(
 ) -> PreTrainedModel:  # fmt: skip
     """A model whose every token attends to both sides: a masked language model, or a causal one made bidirectional.
 
-    As `load_model`; `config` holds the settings of DiffusionConfig too. The model's `config.diffusion` says what `Diffusion`
+    As `load_model`; `config` holds the settings of DiffusionConfig too. The model's `config.diffusion` has what `Diffusion`
     holds, and is saved with it.
 
     Raises:
@@ -87,7 +87,7 @@ def load_diffusion_model(
     if both_sides and _has_windows(model.config):
         name = f"model type {model.config.model_type!r}"
         if packed:
-            raise NotPackable(name, "has sliding windows, which reach one token further to both sides than its layers say")
+            raise NotPackable(name, "has sliding windows, which reach one token further to both sides than in its layers")
         if config.attention_annealing:
             raise Refusal(
                 f"--attention-annealing {config.attention_annealing:g}: {name} has sliding windows, which it would lose "
@@ -104,13 +104,13 @@ def _has_windows(config: PretrainedConfig) -> bool:
 
 
 def diffusion_of(model: nn.Module) -> Diffusion | None:
-    """What a model's config says of masked diffusion; None of any other model."""
+    """What a model's config has of masked diffusion; None of any other model."""
     found = getattr(unwrapped(model).config, "diffusion", None)
     return Diffusion(**found) if found else None
 
 
 def diffusion_in(config: ModelConfig) -> dict[str, Any] | None:
-    """What the files of the model that is named say of masked diffusion; None where they say nothing."""
+    """What the files of the model that is named have of masked diffusion; None where they have nothing."""
     if is_built_in(config.model):
         return None
     if is_adapter(config.model):

@@ -20,7 +20,7 @@ def decoder_start(model: nn.Module) -> int | None:
     Seen in what the model itself makes of two targets: T5, Pegasus and Marian begin with padding, BART with the end of text.
 
     Raises:
-        Refusal: the model does not say how it reads a target, or reads it otherwise than shifted by one.
+        Refusal: the model's config does not have how it reads a target, or reads it otherwise than shifted by one.
     """
     prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     settings: Any = model.config

@@ -94,7 +94,7 @@ def _recomputation() -> dict[str, Any]:
     """How torch's `checkpoint` runs a layer again: with the random numbers of the first time, for dropout.
 
     It keeps the states of the CPU's and of CUDA's generators, and not that of an Apple GPU, whose gradient would be that of
-    other dropout masks (torch 2.13: it asks for `_initialized`, which torch.mps doesn't have).
+    other dropout masks (torch 2.13: it reads `_initialized`, which torch.mps doesn't have).
     """
     return {"use_reentrant": False, **({"context_fn": _same_on_mps} if torch.backends.mps.is_available() else {})}
 

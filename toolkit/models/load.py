@@ -54,11 +54,11 @@ def load_model(
     """The model that the settings name, on the CPU, ready for `accelerator.prepare`.
 
     Weights that are made here, all of a built-in shape or a new head, are a function of `config.seed` alone. What loading finds
-    out, `loaded(model)` knows.
+    out, it is in `loaded(model)`.
 
     Args:
         auto_class: transformers' class by task, such as "AutoModelForCausalLM".
-        config: a ModelConfig. A recipe's has more groups, which also say how long examples are (max_length), on which device
+        config: a ModelConfig. A recipe's has more groups, which also set how long examples are (max_length), on which device
             the model will be (use_cpu), and whether it is held in 4 bits.
         tokenizer: gives a built-in shape its vocabulary, and any model its pad token; a larger one than the model's
             embedding enlarges the embedding.
@@ -225,7 +225,7 @@ def _pretrained_model(
 
 
 def _keep_untied(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Say where config.json ties weights whose files differ. transformers (5.23) takes them as they are, to tie them again when
+    """Warn where config.json ties what differs in the files. transformers (5.23) takes them as they are, to tie them again when
     the vocabulary grows, and whoever reads what is saved would tie them too."""
     untied = sorted(model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys())
     if untied:
@@ -264,7 +264,7 @@ def _is_in_body(model: PreTrainedModel, name: str) -> bool:
 
 @contextlib.contextmanager
 def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[None]:
-    """Turn what the Hub, a file or transformers says about a model into one message; their own log stays quiet meanwhile."""
+    """Turn what the Hub, a file or transformers raises about a model into one message; their own log stays quiet meanwhile."""
     import transformers
 
     verbosity = transformers.logging.get_verbosity()
@@ -358,7 +358,7 @@ def _fit_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             if settings is not None:
                 settings.pad_token_id = tokenizer.pad_token_id
     # torch gives the token of `padding_idx` no gradient. Where an end of text pads, that would cost it its training; the
-    # masks alone say what is padding.
+    # masks alone mark what is padding.
     embedding.padding_idx = None
     return enlarged
 

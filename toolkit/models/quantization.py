@@ -51,7 +51,7 @@ def keep_gradients(model: torch.nn.Module) -> None:
 
 
 def as_trained(settings: dict[str, Any]) -> dict[str, Any]:
-    """What `from_pretrained` needs to round a model once more as its `quantization_config` says, computing in float32 on a CPU.
+    """What `from_pretrained` needs to round a model once more as in its `quantization_config`, computing in float32 on a CPU.
 
     Raises:
         Refusal: bitsandbytes is missing.

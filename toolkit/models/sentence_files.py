@@ -1,4 +1,4 @@
-"""The files by which sentence-transformers knows an encoder: modules, pooling, normalization, prompts; read and written."""
+"""The files by which sentence-transformers loads an encoder: modules, pooling, normalization, prompts; read and written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EmbeddingStyle:
 def embedding_style(
     config: ModelConfig, *, pooling: str = "auto", query_prompt: str | None = None, document_prompt: str | None = None
 ) -> EmbeddingStyle:
-    """What was requested, and where nothing was, what the files of the model (`config.model`) say; else a mean, no prompts.
+    """What was requested, and where nothing was, what is in the files of the model (`config.model`); else a mean, no prompts.
 
     Raises:
         Refusal: a model with modules that are not read here (a dense layer), or another pooling.

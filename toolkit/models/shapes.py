@@ -20,7 +20,7 @@ DIMENSIONS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "max_position_embeddings", "hidden_act",
 )  # fmt: skip
-# What the configs of all kinds of models call the number of their layers, and the most that one may say: transformers makes
+# What the configs of all kinds of models call the number of their layers, and the most that one may have: transformers makes
 # one after another, for years where a digit too many got in.
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 MOST_LAYERS = 2**10
@@ -106,7 +106,7 @@ def check_context(model_config: PretrainedConfig, max_length: int) -> None:
 
 
 def positions_of(model_config: PretrainedConfig) -> int | None:
-    """How many tokens an example may have; None where the model doesn't say."""
+    """How many tokens an example may have; None where the model has no limit in its config."""
     text_config = model_config.get_text_config()
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and model_config.model_type in _POSITIONS_AFTER_PADDING:

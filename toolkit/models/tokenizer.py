@@ -28,7 +28,7 @@ UNCASED = "-uncased"  # the names of built-in shapes end so whose tokenizer has 
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 ENCODER_TOKENS = {"cls_token": "<|cls|>", "sep_token": "<|sep|>", "mask_token": "<|mask|>"}
 
-# ChatML, with tools and their calls as Qwen's and Hermes' templates write them. The marks tell what the assistant wrote; the
+# ChatML, with tools and their calls as Qwen's and Hermes' templates write them. The marks show what the assistant wrote; the
 # end of its turn is part of that, the line break after it is not.
 CHATML = """\
 {%- if tools %}
@@ -244,9 +244,9 @@ def commit_in_cache(name: str, revision: str | None, files: Sequence[str]) -> st
 
 
 def hub_problem(error: BaseException, name: str, revision: str | None) -> str | None:
-    """What to tell and to do when the Hub did not give what `name` names; None when it was something else."""
+    """The problem and what to do when the Hub did not give what `name` names; None when it was something else."""
     kinds, link = set(), error
-    while link is not None:  # transformers wraps the Hub's errors, which say more
+    while link is not None:  # transformers wraps the Hub's errors, which have more
         kinds |= {kind.__name__ for kind in type(link).__mro__}
         link = link.__cause__ or link.__context__  # type: ignore[assignment]
     if "GatedRepoError" in kinds:

@@ -108,7 +108,7 @@ def class_of_adapter(settings: Mapping[str, Any]) -> str | None:
 
 
 def longest_example(config: ModelConfig) -> int | None:
-    """How many tokens an example may have for the model; None where it doesn't say."""
+    """How many tokens an example may have for the model; None where its config has no limit."""
     return positions_of(published_config(config))
 
 
@@ -147,7 +147,7 @@ _OF_THE_TASK = ("id2label", "label2id", "problem_type", "pad_token_id", "is_caus
 
 
 def settings_of_the_task(adapter: Path) -> dict[str, Any]:
-    """What the adapted model's config says of its task; of an adapter from elsewhere, the size of its head."""
+    """What the adapted model's config has of its task; of an adapter from elsewhere, the size of its head."""
     path = adapter / MODEL_CONFIG
     if path.exists():
         written = read_object(path)
@@ -164,7 +164,7 @@ def best_device(wanted: str | None) -> torch.device:
     """The requested device, else an accelerator where there is one.
 
     Raises:
-        Refusal: torch does not know it or can't reach it.
+        Refusal: torch does not have it or can't reach it.
     """
     if wanted is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

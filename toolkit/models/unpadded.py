@@ -1,6 +1,6 @@
 """Padded rows without the work on their padding: a model's body computes their tokens in one row, its head sees the rows.
 
-A micro-batch in the layout `packed` or `shared` has padded rows, as ever, and says next to them which of their tokens the body
+A micro-batch in the layout `packed` or `shared` has padded rows, and next to them the places of the tokens that the body
 computes, in which order, and which of these see each other (`without_padding`, `collate_scored_pairs`). Two hooks on the body
 do the rest: one takes these tokens out of the rows, the other puts their hidden states back. What the head reads, the first
 token, the last one, all of them or a pooler's output, is the model's own business and stays exactly that.
@@ -80,7 +80,7 @@ def _check(model: PreTrainedModel, body: nn.Module | None, layout: str) -> None:
     name = f"model type {config.model_type!r}"
     check_packable(config)
     if attention_of(config) not in (DOCUMENTS, FLEX):
-        raise NotPackable(name, f"has attention {attention_of(config)!r}, which knows no documents in a row")
+        raise NotPackable(name, f"has attention {attention_of(config)!r}, which supports no documents in a row")
     kinds = {parameter.kind for parameter in inspect.signature(type(plain).forward).parameters.values()}
     if body is None or inspect.Parameter.VAR_KEYWORD not in kinds:
         raise NotPackable(name, f"({type(plain).__name__}) doesn't hand the bounds of documents to its body")
@@ -123,14 +123,14 @@ def _try(model: PreTrainedModel, layout: str, name: str) -> None:
         inputs = {key: value.to(parameter.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
         logits: torch.Tensor = model(**inputs)[0]  # of question answering those of the start
         is_token = batch["attention_mask"].to(logits)
-        if logits.shape[:2] == is_token.shape:  # of a head that reads all tokens: on padding it has nothing to say
+        if logits.shape[:2] == is_token.shape:  # of a head that reads all tokens: on padding it has no result
             logits = logits * is_token.view(*is_token.shape, *[1] * (logits.dim() - 2))
         return logits
 
     with evaluation_mode(model), uncompiled(model):
         try:
             expected, found, others = scores((0, 1), "padded"), scores((0, 1), layout), scores((0, 2), layout)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:  # whatever a forward makes of what it doesn't know
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:  # whatever a forward raises for unknown inputs
             raise NotPackable(name, f"can't compute rows without padding ({type(error).__name__}: {error})") from error
     if found.shape != expected.shape:
         raise NotPackable(name, "has a head that doesn't read its rows from the last hidden states")

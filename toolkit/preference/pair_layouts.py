@@ -51,10 +51,10 @@ def _check(model: PreTrainedModel, layout: str) -> None:
     """Raise NotPackable, with the reason, where a layout would not be exact."""
     attention, model_type = attention_of(model.config), model.config.model_type
     if attention == "flash_attention_2" and layout == "shared":
-        raise NotPackable(f"attention {attention!r}", "knows no prompts that are shared")
+        raise NotPackable(f"attention {attention!r}", "supports no prompts that are shared")
     if attention not in (DOCUMENTS, FLEX, "flash_attention_2"):
         check_packable(model.config)
-        raise NotPackable(f"attention {attention!r}", "knows no documents in a row")
+        raise NotPackable(f"attention {attention!r}", "supports no documents in a row")
     if model_type not in PROVEN:
         with uncompiled(model):
             check_no_contamination(model)

@@ -49,7 +49,7 @@ class Difference:
     name: str
     values: tuple[Any, Any]
     step: int | None = None
-    has_effect: bool = True  # on the weights; of a setting that no run read, or that only says what is logged: False
+    has_effect: bool = True  # on the weights; of a setting that no run read, or that only sets what is logged: False
     about: str = ""  # of a tensor: how far apart
 
 

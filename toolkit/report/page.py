@@ -196,7 +196,7 @@ def _headline(run: RunRecord) -> str:
             is_less = None if name in NO_DIRECTION or name.endswith("_std") else _less_is_better(run, name)
             tiles.append(_tile(f"Held-out {_in_a_sentence(_title(name))}", last, first, is_less))
     losses = [value for _, value in series_of(run, "loss") if value is not None]
-    if losses and main != "reward":  # of advantages, the loss says nothing of how good the policy is
+    if losses and main != "reward":  # of advantages, the loss is no measure of how good the policy is
         tiles.append(_tile("Training loss", losses[-1], losses[0] if len(losses) > 1 else None, True))
     speeds = sorted(value for _, value in series_of(run, "tokens_per_second") if value is not None)
     if speeds:
@@ -218,7 +218,7 @@ def _tile(title: str, last: float, first: float | None, less_is_better: bool | N
 
 
 def _baseline_board(run: RunRecord, main: str) -> str:
-    """Bars from zero, the best on top: the model among its baselines, and a sentence that says whether it beat them."""
+    """Bars from zero, the best on top: the model among its baselines, and a sentence on whether it beat them."""
     baselines = baselines_of(run)
     _, last = first_and_last(run, f"eval_{main}")
     if not baselines or last is None:

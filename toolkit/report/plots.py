@@ -119,7 +119,7 @@ def thin(points: Points) -> Points:
 
 
 def svg(drawn: str, spoken: str) -> str:
-    """Shapes as a picture that stretches; `spoken` is what a screen reader says in its place."""
+    """Shapes as a picture that stretches; `spoken` is the text for a screen reader."""
     view = f'viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
     return f'<svg {view} role="img" aria-label="{html.escape(spoken, quote=True)}">\n{drawn}</svg>'
 
@@ -187,7 +187,7 @@ def line(points: Points, axes: Axes, kind: str) -> str:
 
 
 def dots(points: Points, axes: Axes, kind: str, name: str) -> str:
-    """A dot at each finite value, which says its step and value under the pointer."""
+    """A dot at each finite value, which shows its step and value under the pointer."""
     return "".join(
         f'<path class="dot {kind}" d="M{_place(step, value, axes)}h.01"><title>step {show_digits(step)}: '
         f"{show_digits(value)} ({html.escape(name)})</title></path>"
@@ -311,7 +311,7 @@ def _notes(plot: Plot, axes: Axes) -> str:
 
 
 def _spoken(plot: Plot) -> str:
-    """What a screen reader says in place of the picture."""
+    """The text for a screen reader in place of the picture."""
     said = [plot.title]
     for name, points in (("training", plot.train), ("held out", plot.held_out)):
         finite = [value for _, value in points if value is not None]

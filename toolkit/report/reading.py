@@ -43,7 +43,7 @@ class SettingLine:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its files tell it."""
+    """A run as it is in its files."""
 
     directory: Path
     series: dict[str, Series] = field(default_factory=dict)  # metrics.jsonl by metric, in order of appearance

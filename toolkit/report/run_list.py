@@ -53,7 +53,7 @@ def list_runs(root: Path, *, trials: bool = False) -> list[RunLine]:
 
 
 def run_line(folder: Path, name: str) -> RunLine:
-    """What a run's files tell, each of which may be missing or damaged."""
+    """What is in a run's files, each of which may be missing or damaged."""
     card, summary, owner = (read_object(folder / each) for each in ("run.json", "summary.json", OWNER))
     end, layout = (part if isinstance(part := card.get(each), dict) else {} for each in ("end", "layout"))
     events, status = _last_events(folder / "metrics.jsonl"), _status(folder, card, summary, owner)
@@ -95,7 +95,7 @@ def _status(folder: Path, card: dict[str, Any], summary: dict[str, Any], owner: 
 
 
 def _note(folder: Path, status: str, summary: dict[str, Any], owner: dict[str, Any]) -> str:
-    """Why a run failed, as far as it says, and from where it can be continued."""
+    """Why a run failed, as far as it is recorded, and from where it can be continued."""
     if status in ("running", "finished", "stopped early"):
         return ""
     warnings = summary.get("warnings")

@@ -109,7 +109,7 @@ def _because(
         length = [each for each in all_of_them if each.name in ("max_steps", "num_train_epochs", "stop_at_step")]
         if length:
             return f"because {_listed(length, names)}"
-        return f"perhaps because {_listed(causes, names)}" if causes else "for a reason that the settings don't tell"
+        return f"perhaps because {_listed(causes, names)}" if causes else "for a reason that is not in the settings"
     if metrics and metrics <= {"learning_rate"} and rates:
         likely = rates
     elif metrics and "learning_rate" not in metrics and others:

@@ -1,4 +1,4 @@
-"""From rewards to advantages: what a completion's reward says once it is shaped and compared with the others.
+"""From rewards to advantages: what a completion's reward is worth once it is shaped and compared with the others.
 
 Rewards are a table `[groups, completions of a prompt]`, whole: those of all ranks, since a mean or a standard deviation over a
 part of them would be another one. A completion that no reward function applies to has the reward "not a number". It enters no
@@ -23,7 +23,7 @@ STD_EPS = 1e-4  # TRL's, added to a standard deviation before dividing by it
 ESTIMATORS = ("group", "rloo", "reinforce")
 SCALES = ("group", "batch", "none")
 
-# What belongs to a loss whose paper says it: (estimator, scale_rewards). All others: ("group", "group").
+# What belongs to a loss by its paper: (estimator, scale_rewards). All others: ("group", "group").
 OF_LOSS = {"dr_grpo": ("group", "none"), "rloo": ("rloo", "none"), "reinforce": ("reinforce", "none")}
 
 
@@ -46,7 +46,7 @@ def choose_advantages(loss_type: str, estimator: str = "auto", scale_rewards: st
 def advantages(
     rewards: torch.Tensor, *, estimator: str = "group", scale_rewards: str = "group", normalize_advantages: bool = False
 ) -> torch.Tensor:
-    """Reward minus baseline, `[groups, G]`, scaled; 0 in groups that cannot say anything.
+    """Reward minus baseline, `[groups, G]`, scaled; 0 in groups whose rewards are all equal.
 
     | | estimator | scale_rewards | normalize_advantages |
     | --- | --- | --- | --- |

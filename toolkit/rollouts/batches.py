@@ -109,7 +109,7 @@ def collate_rollouts(
 ) -> MicroBatch:  # fmt: skip
     """The tensors of a micro-batch of completions, in a layout of `lay_out`: with `shared` a group's prompt is read once.
 
-    Next to what `lay_out` says: `advantages` `[completions]` or `[completions, longest completion]`; `mask`, of the latter
+    Next to the keys of `lay_out`: `advantages` `[completions]` or `[completions, longest completion]`; `mask`, of the latter
     shape: 1 where a token counts, which those of truncated completions don't where `mask_truncated_completions`, nor those
     without any reward where `mask_unscored_completions`; `sampled_logps`, nats, as the sampler found them, and `old_logps`,
     `reference_logps`, `sampler_weights`, `old_values` and `returns` where the rollouts have them; all in torch's default

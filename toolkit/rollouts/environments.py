@@ -1,4 +1,4 @@
-"""Environments: completions of several turns, in which code answers what the policy says: tools, games, simulated users.
+"""Environments: completions of several turns, in which code answers the policy: tools, games, simulated users.
 
 An environment is an object of one conversation:
 
@@ -157,7 +157,7 @@ class Environments:
         raise Refusal(f"--environment {self.name}: reset() of {row.get('origin', 'a row')}: {problems[0]}")
 
     def _take_turn(self, one: Conversation, turn: Completion, most: int, is_last: bool) -> None:
-        """The policy's turn, and what the environment says to it."""
+        """The policy's turn, and the environment's answer to it."""
         self._add(one, turn.tokens, turn.logps, turn.kept)
         text = str(self.tokenizer.decode(turn.tokens, skip_special_tokens=True))
         one.said.append({"role": "assistant", "content": text})

@@ -1,6 +1,6 @@
 """The ledger: every completion of a run, in its `rollouts/`, so that none is lost with its process or sampled twice.
 
-A step is a file, `step-000012.jsonl`: a first line that says which policy drew it and how, then a line for each group, with
+A step is a file, `step-000012.jsonl`: a first line with which policy drew it and how, then a line for each group, with
 its prompt, its completions and their rewards. While a step is sampled, each rank appends a group as soon as it is complete to a
 file of its own, `step-000012.rank-0.part`; with the rewards known the step is written as a whole, and the parts are removed. A
 run that was killed finds what there is by the same policy, and samples the rest.
@@ -184,7 +184,7 @@ def rollouts_of(output_dir: str | Path, step: int) -> list[Rollout]:
     path = _whole(Path(output_dir) / FOLDER, step)
     header, groups, damaged = read_step(path)
     if header is None:
-        say(f"WARNING: {path}: its first line, which says how it was sampled, is missing: nothing of it is taken", error=True)
+        say(f"WARNING: {path}: its first line, which has how it was sampled, is missing: nothing of it is taken", error=True)
     elif damaged is not None:
         say(f"WARNING: {path}:{damaged}: is cut or was changed; such lines are left out", error=True)
     return [rollout for group in groups for rollout in group]

@@ -99,7 +99,7 @@ async def _awaited(function: RewardFunction, call: Call) -> Outcome:
         return Outcome([], misfit=misfit)
     count = len(call["completions"])
     with faults_described() as problems:
-        return _read(await function(**arguments), count)  # type: ignore[misc]  # is_async has said so
+        return _read(await function(**arguments), count)  # type: ignore[misc]  # is_async was true
     if isinstance(problems[0], Refusal):
         return Outcome([], misfit=str(problems[0]))
     if count == 1:
@@ -112,22 +112,22 @@ def too_slow(timeout: float) -> str:
 
 
 def what_is_missing(function: RewardFunction, columns: Sequence[str]) -> str:
-    """What a function asks for that rows with these columns don't have, in words; empty where there is nothing."""
+    """The arguments of a function that rows with these columns don't have, in words; empty where there is nothing."""
     return _arguments(function, {name: [] for name in ("prompts", "completions", "completion_ids", *columns)})[1]
 
 
 def _arguments(function: RewardFunction, call: Call) -> tuple[Call, str]:
-    """What of the call the function takes: all of it where it has `**columns`; and what it asks for in vain."""
+    """What of the call the function takes: all of it where it has `**columns`; and what it lacks."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some functions written in C do not say
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return call, ""
     if any(each.kind is each.POSITIONAL_ONLY and each.default is each.empty for each in parameters):
         return {}, "has arguments without names; take prompts, completions and **columns"
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     wanted = [name for name, each in named.items() if each.default is each.empty and name not in call]
     if wanted:
-        return {}, f"asks for {' and '.join(wanted)}; there are {', '.join(call)}"
+        return {}, f"takes {' and '.join(wanted)}; there are {', '.join(call)}"
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     return call if takes_all else {name: values for name, values in call.items() if name in named}, ""
 

@@ -138,7 +138,7 @@ def _digest_of(written: str) -> str:
 
 
 def _check_columns(written: str, reward: Reward, columns: Sequence[str], split: str) -> None:
-    """What a function asks for must be there; what a built-in one compares with is a setting of its own."""
+    """A function's arguments must be there; what a built-in one compares with is a setting of its own."""
     compared = reward.function.keywords.get("column") if isinstance(reward.function, partial) else None
     if compared is not None and compared not in columns:
         near = nearest(compared, columns)
@@ -261,7 +261,7 @@ def _only_tokens(**columns: Any) -> list[float | None]:
 
 
 def _distinct(names: Sequence[str], written: Sequence[str]) -> list[str]:
-    """Names that are all different: where two functions have one name, their files and modules tell them apart."""
+    """Names that are all different: where two functions have one name, they get those of their files and modules."""
     if len(set(names)) == len(names):
         return list(names)
     longer = [

@@ -1,7 +1,7 @@
 """What rollouts are worth: each reward of each completion, and their weighted sum.
 
 A function is called with the completions of one prompt, whatever the batch and the number of ranks. Each rank scores a part of
-the prompts, and all of them get all values. A reward that fails ends the run or is left out, as `on_error` says.
+the prompts, and all of them get all values. A reward that fails ends the run or is left out, by `on_error`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def score_rollouts(
         say: shows a line. Default: on the main process, on standard output.
 
     Raises:
-        Refusal: a function that can't be used: it returns another number of values, or asks for a column that rows don't have;
+        Refusal: a function that can't be used: it returns another number of values, or takes a column that rows don't have;
             and with "stop" one that raises, takes too long, or returns what is no finite number. It names function, row
             and completion. And one that with its weight is beyond what is taken of a reward.
     """

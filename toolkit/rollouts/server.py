@@ -41,7 +41,7 @@ _CARD = "The policy of a run in progress, for the server that samples from it.\n
 class RolloutServer:
     """A server that was found in order, and the weights that it has.
 
-    `served`: the version of the policy that was last handed over; `steps`: how many have been; `said`: what the server answers
+    `served`: the version of the policy that was last handed over; `steps`: how many have been; `said`: what the server returns
     to a probe with these weights.
     """
 
@@ -87,7 +87,7 @@ def connect_server(
 
 
 def find_served_model(client: ServerClient, wait: float, start: str) -> dict[str, Any]:
-    """What the server says of its model (`id`, ...), once it answers. `start`: a command that starts such a server.
+    """The server's description of its model (`id`, ...), once it answers. `start`: a command that starts such a server.
 
     Raises:
         Refusal: none answers within `wait` seconds, or it has no model of the name that `client` has.

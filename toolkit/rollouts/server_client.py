@@ -30,7 +30,7 @@ from toolkit.generation.sampler import Completion
 from toolkit.system.console import one_line, without_passwords
 
 LONGEST_PAUSE = 30.0  # seconds between two tries
-_NOTHING = -9000.0  # nats: vLLM says -9999 for a token that could not be drawn
+_NOTHING = -9000.0  # nats: vLLM returns -9999 for a token that could not be drawn
 _TOKEN = "token_id:"
 _PROXY_FREE = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Result = TypeVar("Result")

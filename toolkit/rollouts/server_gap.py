@@ -33,7 +33,7 @@ def correct_for_server(
     effective sample size as a share, (sum of ratios)² / (tokens * sum of squares).
 
     Raises:
-        Refusal: the mean difference is above the server's `max_gap`: it has other weights, or says what it did not draw from.
+        Refusal: the mean difference is above the server's `max_gap`: it has other weights, or returns others than it drew from.
     """
     if server is None or not rollouts:
         return list(rollouts), {}
@@ -68,7 +68,7 @@ def _too_far(server: RolloutServer, gap: float, largest: float) -> str:
     return (
         f"--rollout-server {server.client.url}: its log-probabilities are {gap:.3g} nats from those of the trained model in "
         f"the mean ({largest:.3g} at most), above --rollout-server-max-gap {server.max_gap:g}: {reason} ({server.directory}, "
-        f"policy {server.served}), or it says other log-probabilities than it draws from: start vLLM with --logprobs-mode "
+        f"policy {server.served}), or it returns other log-probabilities than it draws from: start vLLM with --logprobs-mode "
         "processed_logprobs where --temperature is not 1."
     )
 

@@ -188,7 +188,7 @@ def _module_of_file(written: str, flag: str) -> ModuleType:
 
 
 def written_of(value: object, write: Callable[[object], str]) -> str:
-    """What an object of the user says of itself, which may fail too."""
+    """The repr of an object of the user, which may fail too."""
     try:
         return write(value)
     except Exception:

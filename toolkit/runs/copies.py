@@ -1,6 +1,6 @@
 """The toolkit's recipes, configs and launch files: which there are, and copies of them to edit.
 
-A copy begins with a line that says what it was copied from, of which version, with the hash of that text. The text itself
+A copy begins with a line about what it was copied from, of which version, with the hash of that text. The text itself
 is kept next to the copy, in `.toolkit/originals/HASH.txt`: so what the user changed and what upstream changed can be
 distinguished later, whatever version is installed then.
 """
@@ -58,7 +58,7 @@ def own_files(kind: str) -> dict[str, Path]:
 
 
 def first_line(path: Path) -> str:
-    """What a file says of itself in a line: a recipe the first of its docstring, a YAML the first sentence of its comment."""
+    """The description of a file in a line: a recipe the first of its docstring, a YAML the first sentence of its comment."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].strip()

@@ -98,7 +98,7 @@ def write_config(config: OutputConfig) -> None:
 
 
 def _lock(lock: Any, directory: Path) -> None:
-    """Take the lock, or say who has it; the owner is only named, the lock itself decides."""
+    """Take the lock, or name who has it; the owner is only named, the lock itself decides."""
     from filelock import Timeout
 
     owner = directory / OWNER

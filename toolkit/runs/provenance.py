@@ -40,7 +40,7 @@ def digests_of_files(dataset: str | None, *others: str | None) -> dict[str, str]
 def digest_of_source(name: str) -> str | None:
     """SHA-256 over names, sizes and contents of the files that a file's, a folder's or a pattern's name means; None for others.
 
-    Of a file above 16 MB 8 MB are read, as `add_file` has it. Of one by URL what its store says about it counts.
+    Of a file above 16 MB 8 MB are read, as `add_file` has it. Of one by URL its store's metadata of it counts.
 
     Raises:
         Refusal: it looks like a path, and nothing is there; or its store can't be reached.

@@ -58,8 +58,8 @@ def write_run_card(
     Without an accelerator (None) it is a run of one process in full precision.
 
     Args:
-        optimizer: the object that updates the weights; what the settings say of it is not what an edited recipe uses.
-        continued: what the run continued with otherwise than it began, at which step; the settings tell the last of it alone.
+        optimizer: the object that updates the weights; the settings for it are not what an edited recipe uses.
+        continued: what the run continued with otherwise than it began, at which step; the settings have the last of it alone.
         reference: what the reference or the teacher is made of, that `open_run` is given.
         files: what `digests_of_settings` gives, where it was called before.
 

@@ -10,7 +10,7 @@ from toolkit.sagemaker_jobs.job import SDK
 ENDED = ("Completed", "Failed", "Stopped")
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _POLL_SECONDS = 10.0
-# What the container's exit code says, where it is in the reason of the failure.
+# What the container's exit code means, where it is in the reason of the failure.
 _CODES = {
     "ExitCode 2": "the recipe refused its settings or data: `toolkit sagemaker logs` shows the line that begins with refused:",
     "ExitCode 75": "a signal stopped the run after a checkpoint: submit again with --checkpoints to go on",
@@ -36,10 +36,10 @@ def aws_client(service: str, region: str | None) -> Any:
 
 
 def describe(name: str, region: str | None) -> dict[str, Any]:
-    """What SageMaker knows of a job.
+    """SageMaker's description of a job.
 
     Raises:
-        Refusal: there is no such job, or AWS doesn't let us ask.
+        Refusal: there is no such job, or AWS doesn't permit the request.
     """
     return asked(lambda: aws_client("sagemaker", region).describe_training_job(TrainingJobName=name))
 
@@ -113,7 +113,7 @@ def _streams(logs: Any, name: str) -> list[str]:
 
 
 def _new_lines(logs: Any, stream: str, places: dict[str, str]) -> Iterator[str]:
-    """The lines since the last call; `places` remembers where that ended, by stream."""
+    """The lines since the last call; `places` holds where that ended, by stream."""
     while True:
         token = {"nextToken": places[stream]} if stream in places else {}
         page = logs.get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **token)

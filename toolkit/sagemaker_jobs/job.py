@@ -29,7 +29,7 @@ class Job:
     region: str | None = None
     bucket: str | None = None
     image_uri: str | None = None
-    transformers_version: str = "4.56.2"  # the newest image that the SDK (2.257) knows; requirements.txt brings newer packages
+    transformers_version: str = "4.56.2"  # the newest image in the SDK (2.257); requirements.txt brings newer packages
     pytorch_version: str = "2.8.0"
     py_version: str = "py312"
     spot: bool = False

@@ -42,7 +42,7 @@ def warning_of_instance_type(instance_type: str) -> str:
         return ""
     near = difflib.get_close_matches(instance_type, known, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
-    return f"--instance-type {instance_type}: is none of the types that the installed botocore knows for training.{meant}"
+    return f"--instance-type {instance_type}: is none of the types in the installed botocore for training.{meant}"
 
 
 def _service_model() -> ServiceModel:

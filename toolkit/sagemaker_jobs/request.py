@@ -118,7 +118,7 @@ def estimator_arguments(
     """The arguments of `sagemaker.huggingface.HuggingFace`.
 
     Without `distribution` `start.py` starts the ranks on each machine itself. The profiler and debugger that the SDK adds to
-    each job by itself are off: they cost time and a processing job, and know another loop.
+    each job by itself are off: they cost time and a processing job, and expect another loop.
     """
     image = {"image_uri": job.image_uri} if job.image_uri else {}
     versions = {"transformers_version": job.transformers_version, "pytorch_version": job.pytorch_version}

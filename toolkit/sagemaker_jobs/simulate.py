@@ -163,7 +163,7 @@ def _download(bucket: Path, folder: Path) -> Seen:
 
 @contextlib.contextmanager
 def _synced(folder: Path, bucket: Path, seen: Seen) -> Iterator[threading.Event]:
-    """While the block runs, copy what changes in the folder; once more at its end, unless the event says: the machine is gone.
+    """While the block runs, copy what changes in the folder; once more at its end, unless the event is set (machine gone).
 
     Files are copied in random order, one after another: at any moment the bucket may hold half of what belongs together. A
     single file is there whole or not at all, as in S3.

@@ -2,7 +2,7 @@
 
 Copied as it is to the top of a job's code. The ranks are started as `toolkit train` starts them, unless torchrun has done so
 already (--torch-distributed): it turns a refusal's code 2 and its one message into 1 and a table, and takes no Accelerate
-config. Where the machines are, the container says in both cases.
+config. The container has where the machines are in both cases.
 """
 
 import json

@@ -102,7 +102,7 @@ def _fit(
         estimator.fit(job.channels or None, wait=False, logs=False, job_name=job.name)
     except (BotoCoreError, ClientError) as error:
         raise Refusal(f"AWS: {error}") from None
-    except ValueError as error:  # what the SDK itself refuses, such as an image that it doesn't know
+    except ValueError as error:  # what the SDK itself refuses, such as an unknown image
         raise Refusal(f"the SageMaker SDK: {error}") from None
     return requests[0]
 

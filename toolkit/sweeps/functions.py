@@ -32,7 +32,7 @@ class Pruned(Exception):
 
 @dataclass
 class FunctionTrial:
-    """What a swept function may ask for as its second argument.
+    """What a swept function may take as its second argument.
 
     Attributes:
         settings: of this trial.
@@ -45,7 +45,7 @@ class FunctionTrial:
     prune: Callable[[Curve], int | None] | None = None
 
     def report(self, step: int, value: float) -> None:
-        """Tell the value after a step, by which trials are compared.
+        """Report the value after a step, by which trials are compared.
 
         Raises:
             Pruned: it is worse than others were at that step.
@@ -73,7 +73,7 @@ def sweep(
         constraints: limits of returned values, such as "parameters<=1e6".
         prune: none, median, halving, hyperband or asha.
         rungs: steps at which trials are compared; the last one is a whole trial.
-        parallel: how many trials a proposal does not know yet; as a sweep with that many at a time would propose.
+        parallel: how many trials have no results yet at a proposal; as a sweep with that many at a time would propose.
         folder: keeps the journal, with which the same call goes on where it was cut off.
         config: the settings that are the same in every trial, where `function` is a recipe's `main(config)`. Each trial is then
             a run under FOLDER/trials (default: sweeps/NAME of the recipe), in this process, one after another, judged by

@@ -79,7 +79,7 @@ class Outcome:
 class Job:
     """One training of a trial; without an outcome it runs, or was interrupted.
 
-    `until`: the step at which it stops; None at the end of the run. `told`: how many jobs' results its proposal was given, the
+    `until`: the step at which it stops; None at the end of the run. `told`: how many jobs' results its proposal had, the
     first ones. `parent`: the (trial, step) whose checkpoint the trial began with. `same`: an earlier job that computes the
     same, and computes it for both.
     """
@@ -187,7 +187,7 @@ class JournalFile:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """What the sweep is; a later one replaces it (more trials, say)."""
+    """What the sweep is; a later one replaces it (more trials, for instance)."""
     return {"kind": "plan", **asdict(plan)}
 
 
@@ -216,7 +216,7 @@ def plan_of(record: Mapping[str, Any]) -> Plan:
 
 
 def take_in(record: Mapping[str, Any], jobs: list[Job]) -> Job | None:
-    """What a record says of the jobs; the job that it starts, if any."""
+    """Add a record of the jobs; the job that it starts, if any."""
     match record["kind"]:
         case "start":
             job = made_of(Job, record, "kind")

@@ -47,7 +47,7 @@ class Stopped(Exception):
 
 @dataclass
 class Sweep:
-    """A sweep as this process knows it: what the journal held when it was last read, told to the schedule in its order.
+    """A sweep as this process has it: what the journal held when it was last read, given to the schedule in its order.
 
     The n-th job is proposed from the results of the first n - `parallel` ones, however many have ended: so the proposals do not
     depend on which of the jobs at a time is faster, nor on how many processes run them.
@@ -166,7 +166,7 @@ class Sweep:
 
     def _equal(self, job: Job) -> Job | None:
         """An earlier job that computes the same; one that failed is tried again, one that was pruned may go on."""
-        # Whether a trial is pruned depends on those before it too: only what its proposal knew may stand for it.
+        # Whether a trial is pruned depends on those before it too: only the results its proposal had may stand for it.
         others = self.jobs[: self._told] if self.plan.prune == "median" else self.jobs
         for other in others:
             is_same_point = dict(other.settings) == dict(job.settings) or (other.address == job.address != "")  # 1 and 1.0
@@ -178,11 +178,11 @@ class Sweep:
         return None
 
     def _is_over_budget(self) -> bool:
-        """Whether the steps or hours are used up; the steps of what the next proposal may know, so always at the same job."""
+        """Whether the steps or hours are used up; of what the next proposal may have, so always at the same job."""
         return bool(spent_budget(self.plan, self.jobs, steps_used(self.jobs[: self._told])))
 
     def _tell_first(self, count: int) -> bool:
-        """Tell the schedule the results of the first jobs, in order; False where one has not ended."""
+        """Give the schedule the results of the first jobs, in order; False where one has not ended."""
         while self._told < min(count, len(self.jobs)):
             if self.jobs[self._told].outcome is None:
                 return False

@@ -1,4 +1,4 @@
-"""What the files of a run say of its trial: its values, its curve, and how far it has come."""
+"""What the files of a run have of its trial: its values, its curve, and how far it has come."""
 
 from __future__ import annotations
 

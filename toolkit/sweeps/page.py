@@ -115,7 +115,7 @@ def _importance(plan: Plan, trials: Sequence[Trial]) -> str:
         return f'<section><h3>Importance of the settings</h3><p class="empty">Not known: {escape(str(refusal))}</p></section>'
     longest = max(shares.values()) or 1.0
     drawn = bars((name, share / longest, f"{share:.0%}", "") for name, share in shares.items())
-    note = "The share of each setting in what tells the best tenth of the trials from the rest (PED-ANOVA)."
+    note = "The share of each setting in what separates the best tenth of the trials from the rest (PED-ANOVA)."
     board = f'<div class="board">{drawn}<p class="note">{note}</p></div>'
     return f"<section><h3>Importance of the settings</h3>{board}</section>"
 

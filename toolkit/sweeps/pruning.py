@@ -34,7 +34,7 @@ def _below_median(curve: Curve, others: Sequence[dict[int, float]], maximize: bo
     for place, (step, value) in enumerate(curve):
         best = value if best is None else max(best, value) if maximize else min(best, value)
         at_this_step = [other[step] for other in others if step in other]
-        if place == 0 or len(at_this_step) < FIRST_TRIALS:  # the first evaluation says little
+        if place == 0 or len(at_this_step) < FIRST_TRIALS:  # the first evaluation means little
             continue
         median = statistics.median(at_this_step)
         if best < median if maximize else best > median:

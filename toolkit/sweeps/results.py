@@ -31,7 +31,7 @@ class Constraint:
 
 @dataclass
 class Trial:
-    """A trial as its jobs left it: the last one that ended has its outcome; `runs` says whether another one has not ended."""
+    """A trial as its jobs left it: the last one that ended has its outcome; `runs`: whether another one has not ended."""
 
     number: int
     settings: Point
@@ -62,7 +62,7 @@ def metrics_of(plan: Plan) -> list[str]:
 
 
 def result_of(job: Job | Trial, plan: Plan) -> Result:
-    """What the strategy is told of a job that has ended, or not: nothing."""
+    """What the strategy gets of a job that has ended; of one that has not, nothing."""
     outcome = job.outcome
     if outcome is None or any(not math.isfinite(outcome.values.get(name, math.nan)) for name in metrics_of(plan)):
         return Result()
@@ -174,7 +174,7 @@ def importances(trials: Sequence[Trial], plan: Plan) -> dict[str, float]:
 
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     sign = -1 if plan.objectives[0].maximize else 1
-    with warnings.catch_warnings():  # it says that it looks at low values
+    with warnings.catch_warnings():  # it warns that it looks at low values
         warnings.simplefilter("ignore")
         shares = optuna.importance.get_param_importances(
             study, evaluator=evaluator, params=varied, target=lambda trial: sign * trial.values[0]

@@ -65,7 +65,7 @@ def brackets_of(plan: Plan) -> list[tuple[int, list[int]]]:
 
 
 def trials_in(plan: Plan) -> int:
-    """The number of trials that a plan asks for."""
+    """The number of trials of a plan."""
     return sum(count for count, _ in brackets_of(plan)) if plan.rungs else plan.trials * plan.seeds
 
 
@@ -86,7 +86,7 @@ def planned_steps(plan: Plan) -> int:
 
 
 class _Whole:
-    """Every trial to its end; each point as often as there are seeds, and told when all of them have ended."""
+    """Every trial to its end; each point as often as there are seeds, and reported when all of them have ended."""
 
     def __init__(self, plan: Plan, strategy: Strategy) -> None:
         self.learns = strategy.learns

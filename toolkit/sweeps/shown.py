@@ -23,7 +23,7 @@ from toolkit.system.numbers import show_decimals
 def status_lines(plan: Plan, jobs: Sequence[Job], folder: Path, lives: Callable[[str], bool]) -> list[str]:
     """Each trial, those that run with where they are; the noise of the seeds; how many have ended, and the time that is left.
 
-    `lives`: whether a worker does; without one nothing runs, and no time can be said.
+    `lives`: whether a worker does; without one nothing runs, and there is no time to show.
     """
     reached = reached_in_words(plan, jobs, folder)
     lines = [trial_line(trial, plan, reached.get(trial.number, "")) for trial in trials_of(jobs).values()]
@@ -71,7 +71,7 @@ def count_line(plan: Plan, jobs: Sequence[Job]) -> str:
 
 def seed_lines(plan: Plan, jobs: Sequence[Job]) -> list[str]:
     """For each point that was trained with several seeds its mean and standard deviation, the best first, and how many seeds
-    would tell the two best apart."""
+    would separate the two best."""
     groups: dict[tuple[tuple[str, object], ...], list[float]] = {}
     for trial in trials_of(jobs).values():
         if values := result_of(trial, plan).values:
@@ -99,7 +99,7 @@ def seeds_needed(one: Sequence[float], other: Sequence[float]) -> str:
         return "the two best have the same mean"
     needed = max(2, -int(-(1.96 + 0.84) ** 2 * variance // difference**2))
     enough = "" if needed > min(len(one), len(other)) else ", which there are"
-    return f"to tell the two best apart would need {needed} seeds of each{enough}"
+    return f"to separate the two best would need {needed} seeds of each{enough}"
 
 
 class Live:

@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
 
 class Strategy(Protocol):
-    """Points are asked for and accepted in the order of their numbers, and told in any order that is always the same."""
+    """Points are proposed and accepted in the order of their numbers; results come in any order that is always the same."""
 
     learns: bool  # whether results matter to it
 
@@ -38,7 +38,7 @@ class Strategy(Protocol):
         ...
 
     def accept(self, number: int, point: Point) -> None:
-        """That point is tried; asked for by this process, or by another one or an earlier one."""
+        """That point is tried; proposed by this process, or by another one or an earlier one."""
         ...
 
     def tell(self, number: int, result: Result) -> None:
@@ -125,7 +125,7 @@ def _quasirandom(space: Sequence[Dimension], seed: int) -> Callable[[int], Point
     from scipy.stats.qmc import Sobol
 
     def ask(number: int) -> Point:
-        with warnings.catch_warnings():  # scipy (1.17) wants a power of two
+        with warnings.catch_warnings():  # scipy (1.17) warns where it is no power of two
             warnings.simplefilter("ignore")
             row = Sobol(len(space), scramble=True, rng=seed).random(number + 1)[number]
         return points_at(space, [min(float(share), 1 - 1e-12) for share in row])
@@ -144,7 +144,7 @@ class _Rebuilt:
         if name == "gp":
             _need("scipy", name)
             if any(each.when for each in space):
-                raise Refusal("--strategy gp: knows no conditions. Take --strategy tpe.")
+                raise Refusal("--strategy gp: supports no conditions. Take --strategy tpe.")
         self._name, self._space, self._seed, self._directions = name, space, seed, directions
         self._tried: dict[int, tuple[Point, Result | None]] = {}
 

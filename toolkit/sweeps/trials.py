@@ -37,7 +37,7 @@ class Running(Protocol):
         """Its outcome, once it has ended.
 
         Raises:
-            OSError: it has ended for want of disk space, which says nothing of its settings.
+            OSError: it has ended for want of disk space, which is no result of its settings.
         """
         ...
 
@@ -50,7 +50,7 @@ class Running(Protocol):
         ...
 
 
-# Starts a job in a slot; the last argument says of the curve so far at which step it is to be pruned, if at all.
+# Starts a job in a slot; the last argument finds from the curve so far at which step it is to be pruned, if at all.
 Start = Callable[[Job, int, Callable[[Curve], int | None] | None], Running]
 
 
@@ -159,7 +159,7 @@ class RecipeTrial:
             return file.read().decode(errors="replace")
 
     def _watch(self) -> None:
-        """Stop the trial, with a checkpoint, once its curve so far says so; kill it when it hangs."""
+        """Stop the trial, with a checkpoint, once its curve so far is bad enough; kill it when it hangs."""
         now = time.monotonic()
         if now - self._watched < _WATCH_SECONDS:
             return
@@ -249,7 +249,7 @@ def _changed(path: Path) -> int:
 
 
 def _reason(printed: str, code: int) -> str:
-    """Why a trial failed: the line of what it printed that says so."""
+    """Why a trial failed: the line of what it printed with the reason."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     if code == REFUSED:
         return next((line for line in reversed(lines) if line.startswith("refused:")), "refused")
@@ -261,13 +261,13 @@ def _reason(printed: str, code: int) -> str:
 
 
 def _is_out_of_space(run: Path, printed: str) -> bool:
-    """Whether a trial ended because the disk is full: what it printed says so, or there is no room for a log."""
+    """Whether a trial ended because the disk is full: it printed that, or there is no room for a log."""
     words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), f"[Errno {errno.ENOSPC}]", " free, but ")
     return any(word in printed[-20_000:] for word in words) or shutil.disk_usage(run).free < 1 << 20
 
 
 def _is_out_of_memory(line: str) -> bool:
-    """Said of the end, and not of a micro-batch that was halved, after which the run went on."""
+    """Printed at the end, and not of a micro-batch that was halved, after which the run went on."""
     if ": continuing with" in line:
         return False
     return "out of memory" in line.lower() or "MemoryError" in line or "can't allocate memory" in line

@@ -23,7 +23,7 @@ _GRACE_SECONDS = 60.0  # for the checkpoint of a trial that is stopped
 def run_agent(
     sweep: str, recipe: str, words: Sequence[str], folder: Path, names: Collection[str], trials: int | None = None
 ) -> None:
-    """Run the trials that a W&B sweep asks for, one after another, until it has no more.
+    """Run the trials that a W&B sweep proposes, one after another, until it has no more.
 
     Args:
         sweep: ENTITY/PROJECT/ID, as W&B shows it.
@@ -33,7 +33,7 @@ def run_agent(
         trials: at most this many in this process.
 
     Raises:
-        Refusal: W&B is not installed, does not know the sweep, or the sweep searches what is no setting.
+        Refusal: W&B is not installed, does not have the sweep, or the sweep searches what is no setting.
     """
     try:
         import wandb

@@ -17,7 +17,7 @@ _BEAT_SECONDS = 10.0
 
 @functools.cache
 def this_machine() -> str:
-    """The machine, its start and the namespace of process ids: within one, a process id says which process is meant."""
+    """The machine, its start and the namespace of process ids: within one, a process id identifies one process."""
     parts = [socket.gethostname()]
     for path, read in (("/proc/sys/kernel/random/boot_id", Path.read_text), ("/proc/self/ns/pid", os.readlink)):
         try:
@@ -67,7 +67,7 @@ class Liveness:
         self._seen: dict[str, tuple[str | None, float]] = {}
 
     def beat(self) -> None:
-        """Say that this worker lives, every few seconds."""
+        """Publish that this worker lives, every few seconds."""
         now = time.monotonic()
         if now - self._written >= _BEAT_SECONDS:
             self._write(self.me, str(time.time()))

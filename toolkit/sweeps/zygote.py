@@ -135,7 +135,7 @@ class Zygote:
         return self._codes.pop(pid, None)
 
     def listen(self, timeout: float | None) -> bool:
-        """Take in what the zygote says within that many seconds; False where that is nothing."""
+        """Take in what the zygote writes within that many seconds; False where that is nothing."""
         if self._process is None or self._process.stdout is None:
             return False
         if not select.select([self._process.stdout], [], [], timeout)[0]:
@@ -153,7 +153,7 @@ class Zygote:
 
 
 def _serve() -> None:
-    """Fork a process for each line of standard input and say its id; when one has ended, its id and its code."""
+    """Fork a process for each line of standard input and print its id; when one has ended, its id and its code."""
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

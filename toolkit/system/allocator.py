@@ -4,7 +4,7 @@ import ctypes
 import os
 import platform
 
-# glibc's malloc.h. Sizes in bytes; larger blocks than 32 MiB it always asks the system for.
+# glibc's malloc.h. Sizes in bytes; larger blocks than 32 MiB it always takes from the system.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT, _LARGEST = 256 * 2**20, 32 * 2**20
 # Both read at the first product, also where torch was imported before: of oneDNN, and of ideep, through which torch calls it.

@@ -49,7 +49,7 @@ def show_moving_line(text: str = "") -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Say something on standard error, however often it is found."""
+    """Print something on standard error, however often it is found."""
     say(text, error=True)
 
 
@@ -101,7 +101,7 @@ def one_line(text: str, width: int) -> str:
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of an error's message that says something, or the error's type: torch begins with "Error(s) in ...:"."""
+    """The first line of an error's message that has a cause, or the error's type: torch begins with "Error(s) in ...:"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if not line.endswith(":")), lines[0])[:most]
 
@@ -120,7 +120,7 @@ def own_ends(prompts: list[str], width: int) -> list[str]:
 
 
 def as_typed(*words: object) -> str:
-    """The words as one shell command, quoted where needed: messages tell people to type only what they can paste."""
+    """The words as one shell command, quoted where needed: messages have only commands that can be pasted."""
     return shlex.join(map(str, words))
 
 

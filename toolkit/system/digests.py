@@ -137,7 +137,7 @@ def directory_digest(directory: str | Path) -> str:
 
 
 def add_file(update: Callable[[bytes], object], name: str, path: Path) -> None:
-    """Give a digest, by its `update`, a file: name, size, and its content or pieces of it, as `directory_digest` says."""
+    """Give a digest, by its `update`, a file: name, size, and its content or pieces of it, as `directory_digest` does."""
     size = path.stat().st_size
     update(f"{name}\0{size}\0".encode())
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of a machine: versions, hardware, torch's build, settings; nothing secret.
+"""What a bug report needs of a machine: versions, hardware, torch's build, settings; nothing secret.
 
 By allow-list: only variables and keys that are named here are read, and what looks like a secret in their values is taken out.
 """
@@ -152,7 +152,7 @@ def package_version(name: str) -> str | None:
 
 
 def processor_name() -> str:
-    """The processor's model where Linux has it, else what Python knows."""
+    """The processor's model where Linux has it, else what Python has."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, model = line.partition(":")

@@ -189,7 +189,7 @@ def allow_open_files(number: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = number if hard == resource.RLIM_INFINITY else min(hard, number)
     if 0 <= soft < most:
-        with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it says
+        with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if soft != resource.RLIM_INFINITY else number

@@ -1,6 +1,6 @@
 """Numbers as a person reads them: to four decimals in a line of the console, to four digits on a page.
 
-Losses that are logged one below the other are read by their decimals; on a page digits that say nothing take up room.
+Losses that are logged one below the other are read by their decimals; on a page digits without meaning take up room.
 """
 
 import math

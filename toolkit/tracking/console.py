@@ -78,6 +78,6 @@ def _labels(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _as_shown(name: str, value: float) -> str:
-    if name.endswith("_per_second") and math.isfinite(value):  # it varies by more than a third digit would say
+    if name.endswith("_per_second") and math.isfinite(value):  # it varies by more than a third digit would show
         return f"{value:.3g}" if abs(value) < 1000 else show_decimals(round(value))
     return show_decimals(value)

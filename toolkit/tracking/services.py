@@ -22,7 +22,7 @@ PROJECT = "toolkit"
 
 @dataclass(frozen=True)
 class Opened:
-    """A tracker of Accelerate's, and what it was sent before its run was resumed (None: it is not queried, or can't say)."""
+    """A tracker of Accelerate's, and what it was sent before its run was resumed (None: not queried, or no answer)."""
 
     tracker: Any
     logged: Logged | None = None
@@ -145,7 +145,7 @@ def _mlflow_files(tracker: Any, files: Sequence[Path]) -> None:
 OPEN = {"wandb": _open_wandb, "tensorboard": _open_tensorboard, "trackio": _open_trackio, "mlflow": _open_mlflow}
 ADD_TABLE = {"wandb": _wandb_table, "tensorboard": _tensorboard_table, "trackio": _trackio_table, "mlflow": _mlflow_table}
 KEEP_FILES = {"wandb": _wandb_files, "trackio": _trackio_files, "mlflow": _mlflow_files}
-# What a tracker is installed with where that isn't its name: the whole of MLflow wants other versions of pyarrow and protobuf.
+# What a tracker is installed with where that isn't its name: the whole of MLflow needs other versions of pyarrow and protobuf.
 _PACKAGES = {"mlflow": ("mlflow-skinny", "sqlalchemy", "alembic")}
 
 

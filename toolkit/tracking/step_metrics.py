@@ -68,7 +68,7 @@ class Window:
         """
         if missing := [name for name in ("loss", "grad_norm") if name not in metrics]:
             raise ValueError(
-                f"metrics of a step, which run.log knows by tensors or grad_norm, have no {' and no '.join(missing)}: log them "
+                f"metrics of a step, recognized by tensors or grad_norm, have no {' and no '.join(missing)}: log them "
                 "in one call with what tk.train_step returns, or in another one as numbers"
             )
         for name, value in metrics.items():

@@ -53,7 +53,7 @@ class Trackers:
     def catch_up(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Lines of metrics.jsonl from before the checkpoint that a run continues from: a killed run's may not have arrived.
 
-        For trackers that can say what they have. The others keep what they were sent at once, in files.
+        For trackers that can be queried for what they have. The others keep what they were sent at once, in files.
         """
         self._send(partial(_log_lacking, events=list(events)))
 
@@ -97,7 +97,7 @@ class Trackers:
 def open_trackers(
     accelerator: Accelerator, config: RunConfig, ids: dict[str, str], step: int, say: Callable[[str], None]
 ) -> Trackers:
-    """Start the trackers that the settings ask for, with settings that are safe to send and never the environment.
+    """Start the trackers of the settings, with settings that are safe to send and never the environment.
 
     Args:
         ids: those of a run that is continued after `step`, by tracker.

@@ -73,16 +73,16 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     torch.backends.cuda.enable_cudnn_sdp(False)
     if config.full_determinism:
         _be_deterministic(config.seed)
-    if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would say that it looked for others
+    if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would log that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
         keep_few_primitives()
     # Its default. Without it `tokenizers` warns in each process that is forked after the first text was tokenized.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if not on_cpu:  # what torch says of any program: of its first backward pass, and of ranks that wait for each other
+    if not on_cpu:  # what torch warns of in any program: of its first backward pass, and of ranks that wait for each other
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
         warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
-    if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate asks for these two
+    if several and not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 cards: Accelerate requires these two
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1")
     timeout = timedelta(seconds=max(10 * config.hang_timeout, 1800))
     accelerator = start_engine(
@@ -122,7 +122,7 @@ def _be_deterministic(seed: int) -> None:
     import torch
     from transformers.trainer_utils import enable_full_determinism
 
-    # Being initialized is no use yet: bitsandbytes asks for the GPU's capability when it is imported, as peft does.
+    # Being initialized is no use yet: bitsandbytes reads the GPU's capability when it is imported, as peft does.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     used = any(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0) > 0 for device in devices)
     if used and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":16:8", ":4096:8"):

@@ -134,7 +134,7 @@ class Divergence:
 
         Args:
             values: of all evaluations, in order; the last is the final model's.
-            given: whether more of that metric is better, where the settings say so.
+            given: whether more of that metric is better, where it is set.
         """
         if len(values) < 2 or math.isnan(values[0]):
             return []

@@ -75,7 +75,7 @@ def _observe_rows(
         rows = metrics.gather(model, to_device(batch.micro_batches[0], accelerator.device))
         device = next(iter(rows.values())).device
         for name, value in {"": torch.tensor(batch.indices[0], device=device), **rows}.items():
-            # a padding micro-batch leaves no row, but says what a row looks like to a rank that has no other
+            # a padding micro-batch leaves no row, but shows a rank that has no other what a row looks like
             collected.setdefault(name, []).append(value if batch.real[0] else value[:0])
     _refuse_empty(collected)
     whole = {name: _from_all_ranks(accelerator, torch.cat(pieces)) for name, pieces in collected.items()}
@@ -132,7 +132,7 @@ def _refuse_empty(observed: dict[str, Any]) -> None:
 
 
 def load_best(run: Run) -> None:
-    """Put the best evaluated weights into the run's model, when `load_best_model_at_end` asks for it."""
+    """Put the best evaluated weights into the run's model, when `load_best_model_at_end` is set."""
     run.check_decided()
     best, ranked = run.state.best, run.state.ranked
     if not run.config.load_best_model_at_end or not best or best["step"] == run.step:

@@ -31,10 +31,10 @@ _UNITS = ("examples", "tokens", "weight", "pairs", "chosen_tokens", "desirable",
 
 
 class OutOfMemory(Exception):
-    """The device ran out of memory in the middle of a run; the message says what to change."""
+    """The device ran out of memory in the middle of a run; the message has what to change."""
 
     exit_code = 1
-    on_every_rank = True  # it may be the only one that knows
+    on_every_rank = True  # it may be the only one with this error
 
 
 def fit_micro_batch(
@@ -48,7 +48,7 @@ def fit_micro_batch(
     and random numbers are seeded again in each step anyway. When it does not fit,
     the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
     All ranks take the smallest that one of them needs. Nothing is tried where four times a generous estimate, and of all that
-    this process holds now, are free. Streams, whose longest example nobody knows, are left as they are.
+    this process holds now, are free. Streams, whose longest example is unknown, are left as they are.
 
     So are models that the engine shards, which a rank can't try alone.
 
@@ -145,7 +145,7 @@ def _fits(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, Python or numpy says that a device, or the CPU, has no memory left."""
+    """Whether an error of torch, Python or numpy is that a device, or the CPU, has no memory left."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         words in str(error) for words in ("out of memory", "can't allocate memory")
     )

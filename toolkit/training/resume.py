@@ -75,7 +75,7 @@ def _digest(value: Any) -> str:
 
 
 def checkpoint_to_resume(config: RunConfig, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that the settings ask for; every damaged one that is skipped is named."""
+    """The checkpoint that the settings name; every damaged one that is skipped is named."""
     if config.resume_from:
         return Path(config.resume_from)
     if not config.resume:
@@ -141,7 +141,7 @@ _EARLIER_FINGERPRINT = re.compile(r"(tokenized-[0-9a-f]{24}|[0-9a-f]{16}|)-")
 def changes_since(
     record: dict[str, Any], config: RunConfig, accelerator: Accelerator, train: TrainLoader | StreamLoader
 ) -> list[str]:
-    """What to say about changes since the checkpoint whose `run` record this is.
+    """Lines about changes since the checkpoint whose `run` record this is.
 
     Raises:
         Refusal: the data, or a setting that the mathematics depends on, is another one, and `allow_change` doesn't name it.
@@ -220,7 +220,7 @@ def other_reference(before: Mapping[str, Any] | None, now: Mapping[str, Any] | N
     """A line where the files that the reference model, the teacher or the rewards are made of have changed.
 
     Raises:
-        Refusal: they have, and `allow_change` doesn't name the setting that says which they are.
+        Refusal: they have, and `allow_change` doesn't name the setting that names them.
     """
     if not before or before == now:
         return []

@@ -1,6 +1,6 @@
 """The run: step, position, history, what is due, and the files that record it.
 
-It is data and one iterator. It knows no loss, no model type and no data format.
+It is data and one iterator. It depends on no loss, no model type and no data format.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A training in progress. Iterate over it for the batches; log what each step returned; ask what is due.
+    """A training in progress. Iterate over it for the batches; log what each step returned; check what is due.
 
     `state` is what its checkpoints save of it, `kept` the recipe's own tensors in them. The rest are live objects, and what
     belongs to this process alone. Only the run changes them.

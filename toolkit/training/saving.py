@@ -47,7 +47,7 @@ def check_room(model: nn.Module, config: RunConfig) -> None:
 
 
 class Saver:
-    """Writes the checkpoints of a run, and knows how that went."""
+    """Writes the checkpoints of a run, and counts those that failed."""
 
     def __init__(
         self, accelerator: Accelerator, config: RunConfig, model: PreTrainedModel, optimizer: torch.optim.Optimizer,
@@ -64,7 +64,7 @@ class Saver:
         self.on_saved: list[Callable[[Path], None]] = []  # called on the main process with each checkpoint that is on the disk
 
     def save(self, state: RunState, kept: Mapping[str, Any]) -> None:
-        """Write a checkpoint of this moment, or begin to; `report` says how it went. All ranks call it."""
+        """Write a checkpoint of this moment, or begin to; `report` shows how it went. All ranks call it."""
         if not self.shards:
             self.save_alone(state, kept)
             self.accelerator.wait_for_everyone()

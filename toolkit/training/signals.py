@@ -53,7 +53,7 @@ class StopSignal:
             self.busy_saving, self.seconds_to_save = False, time.monotonic() - began
 
     def agreed(self, accelerator: Accelerator) -> int | None:
-        """The signal to stop for, if any rank has seen one: all ranks hear of it at the same step."""
+        """The signal to stop for, if any rank has seen one: all ranks get it at the same step."""
         return largest(accelerator, self.number or 0) or None
 
 
@@ -81,7 +81,7 @@ def signals_noted(stop: StopSignal) -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a launcher sends it to each rank
             os.write(2, message.encode())  # print is not safe inside a signal handler
         if deadline is not None:
-            leaving = min(3.0, deadline / 3)  # what is left after a save: to tell other ranks, and to end
+            leaving = min(3.0, deadline / 3)  # what is left after a save: to inform other ranks, and to end
             signal.setitimer(signal.ITIMER_REAL, max(deadline - 2 * stop.seconds_to_save - leaving, 0.01))
 
     def let_the_next_one_act() -> None:

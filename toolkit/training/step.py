@@ -28,7 +28,7 @@ def train_step(
     A step whose loss or gradient is not finite on any rank changes no parameter and no optimizer state, on all ranks alike.
 
     Returns 0-d tensors, the same on every rank; with a fused optimizer nothing waits for the device (others wait once, to
-    know whether the update may be made): `loss`; `grad_norm`, global and before
+    agree whether the update may be made): `loss`; `grad_norm`, global and before
     clipping at `max_grad_norm` (0: no clipping); `applied`, 1 or 0; `nonfinite`, 1 for a skipped step that is not the
     search of fp16's loss scale; and the loss function's metrics.
     """

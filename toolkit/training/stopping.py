@@ -32,7 +32,7 @@ def interruption(number: int, step: int, how_to_continue: str, config: RunConfig
 
 def stopped_at(step: int) -> Interrupted:
     """The exception of a run that --stop-at-step has ended, whose state is saved."""
-    return Interrupted(f"stopped after step {step}, as --stop-at-step says; go on with --resume and a later one, or none")
+    return Interrupted(f"stopped after step {step}, by --stop-at-step; go on with --resume and a later one, or none")
 
 
 def leave(interrupted: Interrupted, heartbeat: Heartbeat | None) -> NoReturn:

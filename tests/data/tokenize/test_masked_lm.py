@@ -98,7 +98,7 @@ def test_what_has_nothing_to_hide_or_no_words_is_refused_by_row() -> None:
     with pytest.raises(Refusal, match=r"a\.txt:2: text .*white space"):
         tokenized(tokenizer, ["text", "  "])
     ids = DatasetDict(train=Dataset.from_dict({"input_ids": [[5, 9, 9, 6]]}))
-    with pytest.raises(Refusal, match="don't say where words begin"):
+    with pytest.raises(Refusal, match="where words begin"):
         tokenize_for_masked_lm(ids, tokenizer, Config(whole_word_mask=True))
     with pytest.raises(Refusal, match="leaves no place"):
         tokenized(tokenizer, max_length=2)

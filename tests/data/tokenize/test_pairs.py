@@ -499,7 +499,7 @@ REFUSED = {
     "misspelled": ([{"prompt": "x", "chosen": "a", "rejectd": "b"}], {}, r"Did you mean: --rename-columns rejectd=rejected"),
     "other names": ([{"preferred": "a", "dispreferred": "b"}], {}, r"--rename-columns preferred=chosen,dispreferred=rejected"),
     "list's prompt": ([{"instruction": "a", "completions": ["b", "c"]}], {}, r"--rename-columns instruction=prompt$"),
-    "no scores": ([{"prompt": "a", "responses": ["b", "c"]}], {}, r"train .*better.*scores"),
+    "no scores": ([{"prompt": "a", "responses": ["b", "c"]}], {}, r"train .*ranks.*scores"),
     "identical only": ([{**GOOD, "rejected": "Yes."}], {}, r"train .*pair: in all 1"),
     "empty chosen": ([GOOD, {**GOOD, "chosen": ""}], {}, r"train.jsonl:2: chosen is empty"),
     "blank rejected": ([GOOD, {**GOOD, "rejected": " \n"}], {}, r"train.jsonl:2: rejected .*white space"),

@@ -41,7 +41,7 @@ def precise(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Batch:
-    """The micro-batches of one step on this rank, and what the loss needs to know about the whole global batch.
+    """The micro-batches of one step on this rank, and what the loss needs of the whole global batch.
 
     `totals`: sums over the global batch, of all ranks: "examples", "tokens" (supervised tokens) where the rows have them,
     "weight" where the rows have one, "pairs" and "chosen_tokens" of preference pairs, "desirable" and "undesirable" ones of

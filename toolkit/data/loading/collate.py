@@ -17,7 +17,7 @@ def collate_packed(documents: list[Document], *, aligned: bool = False) -> Micro
 
     Returns `input_ids`, `labels` and `position_ids` `[1, tokens]`, and the documents' bounds under the names that
     transformers' attention takes them by: `cu_seq_lens_q` and `cu_seq_lens_k` int32 `[documents + 1]`, `max_length_q`
-    and `max_length_k` integers. There is no attention mask: the bounds say who attends to whom. `supervised_positions`
+    and `max_length_k` integers. There is no attention mask: the bounds define who attends to whom. `supervised_positions`
     are the flat indices of the positions that predict a supervised label, found here so that no device has to be waited for:
     those before the labels or, where these are `aligned` (tags, masked tokens), their own.
     """
@@ -48,7 +48,7 @@ def collate_padded(
     them; so are, here and in packed rows, `token_weights` `[P]` of the supervised positions. The
     attention mask marks padding, never the id: a pad id that is also an end of text is supervised where the text ends.
 
-    In the layout `packed` there is also what `without_padding` says: the model's body computes no padding (see
+    In the layout `packed` there are also the keys of `without_padding`: the model's body computes no padding (see
     `choose_row_layout`), and all else stays as it is.
     """
     batch: dict[str, Any] = padded_inputs([document["input_ids"] for document in documents], pad_token_id)
@@ -71,7 +71,7 @@ def collate_padded(
 
 
 def _of_noise(documents: list[Document]) -> dict[str, Any]:
-    """What the noise of masked diffusion says: the weight of each label `[P]`, and how far each document sees ahead."""
+    """What the loss needs of masked diffusion's noise: the weight of each label `[P]`, and how far each document sees ahead."""
     found: dict[str, Any] = {}
     if "token_weights" in documents[0]:
         found["token_weights"] = torch.from_numpy(np.concatenate([document["token_weights"] for document in documents]))

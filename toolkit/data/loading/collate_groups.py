@@ -52,7 +52,7 @@ def collate_text_groups(documents: list[Document], *, pad_token_id: int = 0, lay
 
     `padded`: `input_ids` and `attention_mask` `[texts, longest]`, padded on the right. `packed`: one row without padding,
     `input_ids` and `position_ids` `[1, tokens]` with the bounds of texts as in `collate_packed`; anchors are often much
-    shorter than what they are paired with. What suits a model, `choose_text_layout` says.
+    shorter than what they are paired with. `choose_text_layout` finds what suits a model.
 
     And of each text, `[texts]`: `example`, the number of its example in the micro-batch; `role`, 0 for the anchor, 1 for the
     positive, 2 and more for hard negatives; `text_key`, equal for equal texts; `score`, the similarity that the row gives its

@@ -11,7 +11,7 @@ from toolkit.data.loading.layouts import lay_out, without_padding
 def collate_pairs(documents: list[Document], *, layout: str = "packed", pad_token_id: int = 0) -> MicroBatch:
     """Prompts with their chosen and rejected answers, in a layout of `lay_out`: first the chosen and then the rejected ones.
 
-    For the loss, next to what `lay_out` says: `chosen_tokens` and `rejected_tokens` `[pairs]`, float; `pair` `[pairs]`, the
+    For the loss, next to the keys of `lay_out`: `chosen_tokens` and `rejected_tokens` `[pairs]`, float; `pair` `[pairs]`, the
     number of each, through all splits; `margin` `[pairs]` where the rows have one.
 
     Each document has `input_ids` (prompt, chosen and rejected, one behind the other), `prompt_tokens`, `chosen_tokens`,
@@ -59,7 +59,7 @@ def collate_scored_pairs(documents: list[Document], *, layout: str = "padded", p
 def collate_answers(documents: list[Document], *, layout: str = "packed", pad_token_id: int = 0) -> MicroBatch:
     """Prompts, each with one answer.
 
-    In a layout of `lay_out`, packed or padded. For the loss, next to what that says: `desirable` `[answers]`, bool; `answer`
+    In a layout of `lay_out`, packed or padded. For the loss, next to its keys: `desirable` `[answers]`, bool; `answer`
     `[answers]`, the number of each, through all splits.
 
     Where documents have `mismatched`, an answer to another prompt, the same of each prompt with that one, under names that

@@ -13,7 +13,7 @@ def lay_out(
     """The tensors of a micro-batch of answers; `prompt_of` `[answers]` is the number of each one's prompt.
 
     `shared`: one row `[1, tokens]` of a prompt, its answers, the next prompt, its answers ... Each prompt is encoded once:
-    `shared_keys` tells attention that its later answers follow it too, and `position_ids` that they begin where it ends.
+    by `shared_keys` attention lets its later answers follow it too, and `position_ids` that they begin where it ends.
     `packed`: one row of prompt, answer, prompt, answer ..., each two a document, answers of one prompt one behind the other.
     `padded`: rows `[answers, longest]` in the order of the answers.
 

@@ -65,13 +65,13 @@ class _StepReader(Dataset):
         else:
             augmented = self._augmented(plan, self.augment)
             read = [[document for place in piece for document in augmented[place]] for piece, _ in plan.pieces]
-            if "tokens" in totals:  # the index knows those of the documents as they were
+            if "tokens" in totals:  # the index has those of the documents as they were
                 everyone = [document for documents in augmented.values() for document in documents]
                 totals["tokens"] = float(sum(document["supervised_tokens"] for document in everyone))
         return batch_of(plan, [self.collate(documents) for documents in read], totals, self.seed)
 
     def _augmented(self, plan: StepPlan, augment: Augment) -> dict[tuple[int, int], list[Document]]:
-        """The documents of the global batch by (epoch, example): every rank must know how many tokens all of them supervise."""
+        """The documents of the global batch by (epoch, example): every rank needs the supervised tokens of all of them."""
         augmented = {}
         for position, example in enumerate(plan.everyone, plan.position):
             epoch, documents = position // len(self.rows), self.rows.documents([example])
@@ -121,7 +121,7 @@ class TrainLoader:
         return {}
 
     def restore(self, state: dict[str, Any], position: int, examples_to_consume: int | None = None) -> None:
-        """The position says it all. `examples_to_consume`: of the run that is continued; None: as this loader was built."""
+        """The position is enough. `examples_to_consume`: of the run that is continued; None: as this loader was built."""
         self.examples_to_consume = examples_to_consume or self.examples_to_consume
 
     def longest_micro_batch(self) -> dict[str, Any]:
@@ -213,12 +213,12 @@ def build_dataloaders(
     """The training loader and the evaluation loader (None without a validation split) of tokenized splits.
 
     `augment(document, random_numbers, progress)` changes a training document; its generator is a pure function of (seed, epoch,
-    example), and `progress`, 0 to 1, is how far the run is at the example. One that changes which tokens are supervised says
+    example), and `progress`, 0 to 1, is how far the run is at the example. One that changes which tokens are supervised gives
     how many there are in `supervised_tokens`. `augment_evaluation` likewise changes a document of the validation split, at
     progress 1; its generator is a pure function of (seed, tokens of the document), so each evaluation sees the same. Without
     an accelerator the loaders are those of one process.
 
-    `order(num_examples, seed, epoch)` says which examples an epoch visits, int `[num_examples]`, for a curriculum or to visit
+    `order(num_examples, seed, epoch)` returns an epoch's examples, int `[num_examples]`, for a curriculum or to visit
     some more often than others, in place of `epoch_order`. A resume calls it again: it depends on nothing else. With another
     order of the first two epochs the training data count as others. Where completions are sampled it names each prompt once:
     they depend on (seed, epoch, prompt).

@@ -1,7 +1,7 @@
 """The noise of masked diffusion: which tokens of a document are hidden, and what each of them counts.
 
 The noise of a training document is a function of (seed, epoch, example); that of an evaluation document of the seed and its
-tokens. So a resumed run draws what it would have drawn, and every evaluation asks the same.
+tokens. So a resumed run draws what it would have drawn, and every evaluation hides the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Noise = Callable[[Document, np.random.Generator, float], Document]
 def build_noise(model: nn.Module, config: DiffusionConfig) -> Noise:
     """What hides tokens of a document, for `augment` and `augment_evaluation` of `build_dataloaders`: `hide_tokens`.
 
-    `model`: of `load_diffusion_model`, whose config says what hides a token, and from which place it is predicted.
+    `model`: of `load_diffusion_model`, whose config has what hides a token, and from which place it is predicted.
     """
     said: dict[str, Any] = model.config.diffusion  # type: ignore[assignment, union-attr]
     return partial(

@@ -1,6 +1,6 @@
 """Examples of a tokenized dataset: a document each, or a packed row of pieces of documents.
 
-Packing is an index over the dataset: it says which documents share a row, and no token is copied.
+Packing is an index over the dataset: it lists which documents share a row, and no token is copied.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _RowsByRoom:
 
 
 class Rows(Protocol):
-    """What a loader needs to know of a dataset: how many examples, the documents of some of them, and their sums."""
+    """What a loader needs of a dataset: how many examples, the documents of some of them, and their sums."""
 
     def __len__(self) -> int: ...
     def documents(self, examples: list[int]) -> list[Document]: ...
@@ -203,7 +203,7 @@ class PlainRows:
         ]
 
     def origins(self, example: int) -> list[str]:
-        """Where the example comes from, as file and row, when the source says so."""
+        """Where the example comes from, as file and row, where the source has it."""
         return [str(self._origin[example]["origin"])] if self._origin else []
 
 
@@ -225,7 +225,7 @@ class PackedRows:
         return [cut_document(document, start, end) for document, (_, start, end) in zip(whole, pieces, strict=True)]
 
     def origins(self, example: int) -> list[str]:
-        """Where the documents of the row come from, as file and row, when the source says so."""
+        """Where the documents of the row come from, as file and row, where the source has it."""
         return [origin for document, _, _ in self.packing.row(example) for origin in self.plain.origins(document)]
 
     def _piece_tokens(self) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Masks for masked language modeling: which tokens of a document are to be predicted, and what is put in their place.
 
 The masks of a training document are a function of (seed, epoch, example) and of the example's place in the run; those of an
-evaluation document of the seed and its tokens. So a resumed run draws what it would have drawn, and every evaluation asks the
+evaluation document of the seed and its tokens. So a resumed run draws what it would have drawn, and every evaluation hides the
 same.
 """
 

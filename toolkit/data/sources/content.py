@@ -22,7 +22,7 @@ _DECIDE = (
 def content_of_streams(config: DataConfig) -> str:
     """A digest of what decides which rows `load_splits` streams, and how they are read.
 
-    Of a file its content (by URL what the store says about it), of a dataset of the Hub its commit; one whose commit is not
+    Of a file its content (by URL the store's metadata of it), of a dataset of the Hub its commit; one whose commit is not
     known has another name each time.
     """
     parts: list[object] = [code_digest(), {name: getattr(config, name) for name in _DECIDE}]

@@ -1,6 +1,6 @@
-"""Files as datasets: read once into an Arrow file under a key that names their content; rows know their origin.
+"""Files as datasets: read once into an Arrow file under a key that names their content; rows have their origin.
 
-`datasets` has loaders for these formats. Their cache is keyed by modification time, their rows don't know their line, and
+`datasets` has loaders for these formats. Their cache is keyed by modification time, their rows lack their line, and
 since 5.0 a column of mixed types becomes JSON strings without a word; so the reading is ours and what comes out is theirs.
 """
 

@@ -45,7 +45,7 @@ class DataFile:
 
     @property
     def ending(self) -> str:
-        """What says how to read it, without a compression's ending; empty where it is unknown."""
+        """What determines how it is read, without a compression's ending; empty where it is unknown."""
         path = self.path.partition("?")[0] if is_url(self.path) else self.path
         suffixes = [suffix.lower() for suffix in Path(path).suffixes]
         compressed = len(suffixes) > 1 and suffixes[-1] in COMPRESSIONS
@@ -59,7 +59,7 @@ Splits = dict[str, list[DataFile]]
 def find_files(source: str) -> Splits | None:
     """The files of each split, sorted by name; None when `source` is neither there nor looks like a path.
 
-    A single file, and files whose names tell no split, are all train. Names of folders below the given one count too.
+    A single file, and files whose names have no split, are all train. Names of folders below the given one count too.
 
     Raises:
         Refusal: nothing is there, or it isn't clear what belongs where.
@@ -96,7 +96,7 @@ def with_given_paths(text: str) -> str:
 
 
 def _files_of_url(url: str) -> Splits:
-    """As of a local path: a single file is train, those of a folder or a pattern are of the splits that their names tell."""
+    """As of a local path: a single file is train, those of a folder or a pattern are of the splits in their names."""
     found, root = files_at(url), re.split(r"/(?=[^/]*[*?\[])", url.rstrip("/"))[0]
     if found == (url,):
         return {"train": [_known(_named(url, os.path.dirname(url)))]}

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 10_000
 KEPT_ROWS = 200_000  # of a source whose keys are kept for the next start
-# next to a row's input these say who, where and what about it; two rows that differ only here are the same row
+# next to a row's input these are who, where and what of it; two rows that differ only here are the same row
 ABOUT_A_ROW = frozenset({"origin", "id", "idx", "index", "label", "labels", "score", "weight"})
 # Two texts that begin with their prompt may continue alike for a while, and how far differs from pair to pair. So the prompt
-# ends where a mark says that the answer begins, without one at the end of the first question: what follows moves neither.
+# ends at a mark for the beginning of the answer, without one at the end of the first question: what follows moves neither.
 # Without either it is taken to end at the last end of a line, else of a sentence, a word, which answers that begin alike do
 # move.
 _ANSWER_BEGINS = re.compile(
@@ -175,7 +175,7 @@ def _is_held_out(keys: np.ndarray, fraction: float, always: frozenset[int]) -> n
 def _input_columns(columns: Iterable[str]) -> list[str]:
     """The columns that may hold a row's input, the first with content counts.
 
-    `source` and `context` are common names for other things (where a row is from, what else is said), so they count only
+    `source` and `context` are common names for other things (where a row is from, what else is given), so they count only
     next to the column that makes them an input.
     """
     names = set(columns)

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub, with refusals that say what was requested and what to do."""
+"""Datasets of the Hugging Face Hub, with refusals that name what was requested and what to do."""
 
 from __future__ import annotations
 

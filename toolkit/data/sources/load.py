@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Rows = Any  # a Dataset or an IterableDataset
 Splits = dict[str, Rows]
-WRITER = "generated_by"  # the column that says which model wrote a row's answer
+WRITER = "generated_by"  # the column with the model that wrote a row's answer
 _commits_read: dict[str, str] = {}  # of this process, by dataset of the Hub as the settings name it
 _writers_read: dict[str, list[str]] = {}  # likewise, by dataset as the settings name it
 
@@ -37,7 +37,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
 
     `validation` is `--eval-split`, else the source's validation, else its test, else rows held out by content; it is absent
     when there is nothing of it (`--eval-fraction 0`). `test` is there when the source has one that isn't already validation.
-    Each row has an `origin`, but those of the Hub. What was read is said in `splits["train"].info.description`.
+    Each row has an `origin`, but those of the Hub. What was read is described in `splits["train"].info.description`.
 
     Raises:
         Refusal: no such source, split or column; a file that can't be read, with its line; a Hub that can't be reached.
@@ -49,7 +49,7 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
     chosen = [_choose(load_source(source, config), source, config) for source in sources]
     if len(sources) > 1:
         shared_columns([part["train"] for part in chosen], sources)
-        if not config.streaming:  # after mixing, a row's number would tell nothing
+        if not config.streaming:  # after mixing, a row's number would mean nothing
             pairs = zip(chosen, sources, strict=True)
             chosen = [{name: _with_origin(rows, source) for name, rows in part.items()} for part, source in pairs]
         filled = iter(with_columns_of_chats([rows for part in chosen for rows in part.values()]))
@@ -107,7 +107,7 @@ def commits_of_sources(config: DataConfig) -> dict[str, str]:
 
 
 def writers_of_sources(dataset: str | None) -> list[str]:
-    """The models that wrote answers of the rows which this process has read from a data set, as the rows say (`WRITER`)."""
+    """The models that wrote answers of the rows which this process has read from a data set, by `WRITER`."""
     found = [name for source in sources_of(dataset) for name in _writers_read.get(source.dataset, ())] if dataset else []
     return sorted(set(found))
 
@@ -199,7 +199,7 @@ def _choose(splits: Splits, source: Source, config: DataConfig) -> Splits:
 
 
 def _hold_out(chosen: list[Splits], sources: list[Source], config: DataConfig) -> bool:
-    """Give each source without an evaluation split one, and say whether any was.
+    """Give each source without an evaluation split one, and return whether any was.
 
     Over all of them a content is either trained on or held out.
     """
@@ -211,7 +211,7 @@ def _hold_out(chosen: list[Splits], sources: list[Source], config: DataConfig) -
     if config.streaming and config.max_eval_examples is None:
         raise Refusal(
             "--streaming: the evaluation rows are held out of the stream itself, and to find them all would read it to its "
-            "end. Say how many are enough: --max-eval-examples 500. Or name an --eval-split, or turn it off: --eval-fraction 0"
+            "end. Set how many are enough: --max-eval-examples 500. Or name an --eval-split, or turn it off: --eval-fraction 0"
         )
     always = frozenset(content.first_key(part["train"], source.dataset) for part, source in without)
     for part, source in without:

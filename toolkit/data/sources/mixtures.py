@@ -45,7 +45,7 @@ def as_mixture(dataset: str) -> list[Source] | None:
     The YAML file holds a list of `{dataset: ..., weight: ..., rename_columns: {old: new}}`.
 
     Raises:
-        Refusal: a weight is missing or not above 0, or the file says something else.
+        Refusal: a weight is missing or not above 0, or the file has something else.
     """
     if Path(dataset).suffix.lower() in (".yaml", ".yml"):
         sources = _read_yaml(dataset)
@@ -158,7 +158,7 @@ def _draws(sizes: list[int], weights: list[float], total: int | None) -> list[in
     if total is None and max(size / weight for size, weight in zip(sizes, weights, strict=True)) > MOST_ROWS:
         raise Refusal(
             f"To show every row once, a mixture of these weights would draw more than {MOST_ROWS:,} rows: give weights that "
-            "differ less, or say how many rows are drawn: --max-train-examples"
+            "differ less, or set how many rows are drawn: --max-train-examples"
         )
     rows = total or max(size / weight for size, weight in zip(sizes, weights, strict=True))
     exact = [rows * weight for weight in weights]

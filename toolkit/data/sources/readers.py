@@ -1,7 +1,7 @@
 """Readers of text files: each yields (line number, row) and names the line that it can't read.
 
 The standard library's parsers, because then a row's line stays known, a field stays what was written (pandas' reader turns
-the text "null" of a CSV into nothing), and an error can say where it is.
+the text "null" of a CSV into nothing), and an error can name the place.
 """
 
 from __future__ import annotations

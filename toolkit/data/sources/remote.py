@@ -1,6 +1,6 @@
 """Data files elsewhere, by URL (`s3://`, `gs://`, `hf://`, `https://` ...), through fsspec.
 
-A stream reads them where they are. Else each is downloaded once, into the verified cache, under what its store says about it.
+A stream reads them where they are. Else each is downloaded once, into the verified cache, under its store's metadata of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.config import Refusal
 from toolkit.system.console import first_line, say
 from toolkit.system.progress import progress
 
-STALL_SECONDS = 60.0  # without an answer before a line says so: a store's own timeouts may add up to half an hour
+STALL_SECONDS = 60.0  # without an answer before a line is printed: a store's own timeouts may add up to half an hour
 WAITS = (1.0, 4.0, 16.0)  # seconds before a read that failed is tried again
 BLOCK = 1 << 20  # bytes read at a time
 
@@ -45,7 +45,7 @@ def files_at(url: str) -> tuple[str, ...]:
             is_file = bool(Path(path).suffix) and store.isfile(path)
             found = [path] if is_file else store.find(path)
         else:
-            found = [store.info(path)["name"]]  # it says why there is nothing
+            found = [store.info(path)["name"]]  # it raises the reason where there is nothing
     except Exception as error:  # of any store's package: they have no class in common
         raise Refusal(f"--dataset {url}: {_reason(error.__cause__ or error)}") from None
     if not found:
@@ -68,7 +68,7 @@ def open_url(url: str) -> BinaryIO:
 
 
 def description_of(url: str) -> str:
-    """What the store says about a file, which changes with its content: its size, time, ETag or the like, as JSON.
+    """The store's metadata of a file, which changes with its content: its size, time, ETag or the like, as JSON.
 
     Raises:
         Refusal: it is not there, or the store can't be reached.

@@ -63,7 +63,7 @@ def unpaired_format() -> Format:
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """Reads batches of rows; `pairs` knows the plan, the encoder and the template, and reads those rows that are pairs."""
+    """Reads batches of rows; `pairs` has the plan, the encoder and the template, and reads those rows that are pairs."""
 
     pairs: PairRows
 

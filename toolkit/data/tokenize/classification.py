@@ -61,7 +61,7 @@ def classification_format(config: DataConfig, class_names: list[str] | None = No
 
 
 def _plan(splits: Splits, config: DataConfig, class_names: list[str] | None) -> tuple[dict[str, Plan], list[str]]:
-    """Plans for classification and regression; splits whose labels are withheld are left out, as the notes say.
+    """Plans for classification and regression; splits whose labels are withheld are left out, with a note.
 
     The classes are those of the data, or `class_names`, where a model has learned them already: then a label that is a number
     and no name is the place of one.

@@ -60,7 +60,7 @@ class Plan:
     """How one split is read.
 
     `layout` is text, prompt_completion, chat, prompted_chat (prompt and completion are lists of messages), alpaca or tokenized;
-    `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as the rows say),
+    `supervise` is all, completion, assistant (its turns), answers (its turns in the completion), labels (as in the rows),
     class, span (of a context), prompt (nothing: answers are sampled), pair (both answers of a preference), answer (a single
     one), or the scheme of its tags (plain, iob1, iob2, iobes); of these the layout is words, or spans over a text.
     """
@@ -69,7 +69,7 @@ class Plan:
     supervise: str
     columns: tuple[str, ...]  # that are read
     classes: Classes | None = None
-    margin: bool = False  # a pair says by how much its chosen answer is the better one
+    margin: bool = False  # a pair has by how much its chosen answer is the better one
 
     @property
     def is_masked(self) -> bool:
@@ -182,7 +182,7 @@ def read_options(row: dict[str, Any], origin: str) -> dict[str, Any]:
         raise Refusal(f"{origin}: chat_template_kwargs is {describe(variables)}, and must be an object. Correct the row.")
     if taken := _OF_RENDERING.intersection(variables or ()):
         raise Refusal(
-            f"{origin}: chat_template_kwargs has {', '.join(sorted(taken))}, which says how a chat is rendered or cut "
+            f"{origin}: chat_template_kwargs has {', '.join(sorted(taken))}, which sets how a chat is rendered or cut "
             "and is no variable of a template. Remove it from the row."
         )
     return {**(variables or {}), **({"tools": tools} if tools else {})}
@@ -239,7 +239,7 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     if role not in _ROLES:
         close = difflib.get_close_matches(role.lower(), _ROLES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else f" Known roles: {', '.join(_ROLES)}."
-        raise Refusal(f"{where} has the role {quoted(role)}, which no chat template knows.{hint}")
+        raise Refusal(f"{where} has the role {quoted(role)}, which no chat template supports.{hint}")
     content = message.get("content")
     if content is not None and not isinstance(content, (str, list)):
         raise Refusal(f"{where}: content is {describe(content)}, and must be text. Correct or remove the row.")

@@ -1,7 +1,7 @@
 """Masked diffusion: documents as for supervised fine-tuning, their answers filled up with end tokens to one length.
 
 A causal model learns where an answer ends by its last token. One that writes all tokens of an answer at once is given a length,
-and has to say how much of it is none of the answer.
+and has to mark how much of it is none of the answer.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def _split(documents: Documents, max_length: int) -> Documents:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the checks need to know of a tokenizer."""
+    """What the checks need of a tokenizer."""
 
     vocabulary: int
     bos: int | None

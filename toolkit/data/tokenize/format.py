@@ -55,8 +55,8 @@ class Format:
     ends_texts: whether the end of a text is learned, so that the tokenizer must have one.
     gather(splits): where several rows make one example, splits in which they are one row.
     unsplit: why --overlong split is refused, where it is.
-    overlong: what becomes of over-long rows, in the words of --overlong, where that setting has no say in it.
-    max_length, length_flag: the longest row, where another setting than --max-length says it, and that one's flag.
+    overlong: what becomes of over-long rows, in the words of --overlong, where that setting does not apply.
+    max_length, length_flag: the longest row, where another setting than --max-length sets it, and that one's flag.
     """
 
     task: str

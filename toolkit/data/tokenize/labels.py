@@ -35,7 +35,7 @@ class Classes:
         """The class that a label of the split means."""
         if self.numbered is not None and isinstance(label, int):
             if not 0 <= label < len(self.numbered):
-                hidden = " A negative label says that it is withheld." if label < 0 else ""
+                hidden = " A negative label means that it is withheld." if label < 0 else ""
                 raise Refusal(
                     f"{origin}: label {label} is out of range: there are {len(self.numbered)} classes, 0 to "
                     f"{len(self.numbered) - 1}.{hidden} Correct or remove the row."
@@ -63,7 +63,7 @@ def label_names(splits: Splits) -> list[str]:
 
 
 def label_settings(splits: Splits, config: ClassificationConfig) -> dict[str, Any]:
-    """What a classification model must know of the labels, as fields of its config: their number, names and kind."""
+    """What a classification model's config has of the labels: their number, names and kind."""
     if config.problem_type == "regression":
         return {"num_labels": 1, "problem_type": "regression"}
     names = label_names(splits)
@@ -99,7 +99,7 @@ def find_classes(splits: Splits) -> Classes:
 
 
 def _refuse_look_alikes(names: list[Any], values: list[Any], rows: Any) -> None:
-    """Two spellings of one class, which nobody can tell apart on a screen, are a mistake in the data."""
+    """Two spellings of one class, which look the same on a screen, are a mistake in the data."""
     known: dict[str, Any] = {}
     for name in names:
         plain = unicodedata.normalize("NFC", " ".join(str(name).split()))
@@ -146,7 +146,7 @@ def check_label_settings(classes: Classes, problem_type: str, class_weights: lis
     if class_weights and problem_type != "single_label":
         raise Refusal(f"--class-weights weighs a row by its class; with --problem-type {problem_type} that has no effect.")
     if len(names) == 1 and problem_type == "single_label":
-        raise Refusal(f"All labels of the train split are {quoted(names[0])}: there is nothing to tell apart.")
+        raise Refusal(f"All labels of the train split are {quoted(names[0])}: there is nothing to classify.")
     if class_weights and len(class_weights) != len(names):
         raise Refusal(f"--class-weights gives {len(class_weights)} weights; there are {len(names)} classes: {first_of(names)}.")
 
@@ -160,7 +160,7 @@ def _refuse_missing(values: list[Any], rows: Any) -> None:
 
 
 def missing_label(value: object) -> str:
-    """What to say of a label that is missing; empty where it is."""
+    """The message for a label that is missing; empty where it is."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return f"the label is {'missing' if value is None else 'empty'}. Correct or remove the row."
     return ""

@@ -1,6 +1,6 @@
 """Language modeling and supervised fine-tuning: rows of text, prompts with completions, chats or token ids to documents.
 
-`plan_text` says which columns are read and what of them is supervised, `TextRows.read` turns a batch of rows into text with its
+`plan_text` finds the columns to read and what of them is supervised, `TextRows.read` turns a batch of rows into text with its
 supervised spans, and those into tokens and labels.
 """
 
@@ -147,7 +147,7 @@ def supervised_part(layout: str, columns: list[str], config: DataConfig) -> str:
 class TextRows:
     """Reads batches of rows: all that it needs next to them.
 
-    `supervise` says what is supervised: all; completion; assistant (its turns); answers (its turns in the completion);
+    `supervise` is what is supervised: all; completion; assistant (its turns); answers (its turns in the completion);
     labels (what a tokenized row gives).
     """
 
@@ -193,7 +193,7 @@ class TextRows:
         return self._masked(prompt + answer, {}, len(prompt))
 
     def _masked(self, messages: list[Message], options: dict[str, Any], first: int) -> ChatText:
-        """The chat as text, and what `supervise` says of it, from message `first` on."""
+        """The chat as text with the spans to supervise, from message `first` on."""
         assert self.template is not None
         text = self.template.render(messages, options)
         calls = check_rendered(self.template, messages, options, text)

@@ -1,4 +1,4 @@
-"""Masked language modeling: rows of text or token ids to documents, each between the special tokens that its encoder knows.
+"""Masked language modeling: rows of text or token ids to documents, each between its encoder's special tokens.
 
 Which tokens are hidden is drawn while training: `toolkit/data/loading/token_masks.py`.
 """
@@ -77,7 +77,7 @@ def _describe(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _check_words(plan: Plan, encoder: Encoder) -> None:
     if plan.layout == "tokenized":
-        raise Refusal("--whole-word-mask: rows of input_ids don't say where words begin. Give a column text, or leave it out.")
+        raise Refusal("--whole-word-mask: rows of input_ids don't have where words begin. Give a column text, or leave it out.")
     two_words = next(encoder.encode(["one two"], positions=True))
     if len(set(two_words.word_ids)) < 2:
         raise Refusal("--whole-word-mask: the tokenizer cuts text into tokens without looking for words. Leave it out.")

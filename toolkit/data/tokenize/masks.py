@@ -42,7 +42,7 @@ class ChatText:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template and what masks need to know of it."""
+    """A tokenizer's chat template and what masks need of it."""
 
     tokenizer: PreTrainedTokenizerBase
     marked: bool  # has {% generation %} marks
@@ -75,7 +75,7 @@ def _rendering() -> Iterator[None]:
     try:
         with time_limit(TEMPLATE_SECONDS):
             yield
-    except Exception as error:  # a template can raise anything; what it says is what the user must know
+    except Exception as error:  # a template can raise anything; the user needs its message
         raise Refusal(f"the chat template can't render this chat: {type(error).__name__}: {error}") from error
 
 
@@ -298,7 +298,7 @@ def _turn_end(template: ChatTemplate, messages: list[Message], options: dict[str
         if not template.closing and not template.turn_ends and not messages[i].get("tool_calls"):
             return written, so_far.startswith(text[:written])
     raise Refusal(
-        f"can't tell where assistant message {i + 1} ends: the chat template writes it otherwise when more follows. Use a "
+        f"can't find where assistant message {i + 1} ends: the chat template writes it otherwise when more follows. Use a "
         "template with {% generation %} marks (--chat-template FILE), or train on every token (--no-assistant-only-loss)"
     )
 

@@ -44,7 +44,7 @@ SIDES = ("chosen", "rejected")
 
 
 def preference_format(pairs_per_prompt: str = "best_worst", max_pairs_per_prompt: int = 10) -> Format:
-    """How pairs of a better and a worse answer are read; of lists of answers these settings say which pairs they make."""
+    """How pairs of a better and a worse answer are read; of lists of answers these settings define which pairs they make."""
     import pyarrow as pa
 
     def rows(plan: Plan, encoder: Encoder, config: DataConfig) -> PairRows:
@@ -224,7 +224,7 @@ def _prompt_and_answers(preference: Preference, origin: str) -> tuple[list[Messa
 
 
 def answer_messages(answer: object, name: str, origin: str) -> list[Message]:
-    """An answer as messages; a text is what the assistant says."""
+    """An answer as messages; a text is the assistant's."""
     if isinstance(answer, str):
         check_texts([answer], name, [origin])
         return [{"role": "assistant", "content": answer}]

@@ -1,6 +1,6 @@
 """Batches of rows, read by several processes in order, and an Arrow file that is written piece by piece with a journal.
 
-What a killed process wrote is found again: a line of the journal says what the work goes on from, and has the size of its piece
+What a killed process wrote is found again: a line of the journal has what the work goes on from, and has the size of its piece
 and CRC-32 of both. Pieces are kept up to the first that is not as it was written; the rest is cut off. At the end the file has
 the bytes of one that was written in one go.
 """

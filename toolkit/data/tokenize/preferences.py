@@ -105,7 +105,7 @@ def read_preferences(
     Of a list its best answer, chosen, with its worst one (`best_worst`; the first where several are alike), the best with
     each worse one (`best_others`), or each with each worse one (`all`); those first whose answers lie furthest apart. Answers
     without a score (null or NaN) are left out. An answer that is in a list twice counts once, and one that is there
-    with different scores not at all, as nobody can say which of them was meant: such answers are counted.
+    with different scores not at all, as it is unclear which of them was meant: such answers are counted.
     """
     if plan.layout.endswith("lists"):
         return _preferences_of_a_list(row, plan, origin, pairs_per_prompt)
@@ -141,7 +141,7 @@ def _plan(split: Dataset | IterableDataset, name: str) -> Plan:
         keys = [key for key in (*_SCORE_KEYS, *_RANK_KEYS) if isinstance(entry, dict) and key in entry]
         if order is None and not keys:
             raise Refusal(
-                f"The {name} split has several answers a row ({answers}) and nothing that says which is better. Give each a "
+                f"The {name} split has several answers a row ({answers}) and nothing that ranks them. Give each a "
                 "number in a column scores (the highest is best) or ranks (the lowest is best): --rename-columns old=scores"
             )
         read, shape = ("prompt", answers, *([order] if order else [])), "lists"
@@ -166,7 +166,7 @@ def _list_columns(columns: Collection[str]) -> tuple[str, str | None]:
 
 
 def _margin_columns(columns: Collection[str]) -> tuple[str, ...]:
-    """The columns that tell by how much chosen is better: outright, or as the scores of both."""
+    """The columns for how much chosen is better: outright, or as the scores of both."""
     pairs = (pair for pair in SCORE_PAIRS if set(pair) <= set(columns))
     return ("margin",) if "margin" in columns else next(pairs, ())
 

@@ -1,4 +1,4 @@
-"""Splits to tokenized splits as their plans say: read, checked, counted and cut batch by batch, and kept on disk.
+"""Splits to tokenized splits by their plans: read, checked, counted and cut batch by batch, and kept on disk.
 
 The key of what is kept is what decides its content: the rows, the tokenizer, the settings that matter. So a second run finds
 it, and so does every process but the first, which the others wait for at a file lock. A stream is tokenized as it is read, or
@@ -143,7 +143,7 @@ class Reader:
 
 
 def build_reader(form: Format, name: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Reader:
-    """What reads the rows of a split as its plan says."""
+    """What reads the rows of a split by its plan."""
     ends = list[int]()
     if plan.is_masked and form.ends_texts:
         try:

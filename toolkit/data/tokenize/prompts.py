@@ -118,7 +118,7 @@ class PromptRows:
         return join_documents(ids, None, origins, columns), Counter()
 
     def cut(self, documents: Documents) -> tuple[Documents, Cut]:
-        """Without the prompts that are longer than `longest`: one that is cut would ask something else."""
+        """Without the prompts that are longer than `longest`: one that is cut would be another prompt."""
         flag, instead = "--max-prompt-length", "--overlong-prompts drop"
         return leave_out(documents, self.longest, self.overlong, "the prompt", flag=flag, instead=instead)
 

@@ -78,7 +78,7 @@ def gather_lists(splits: Splits) -> dict[str, Any]:
     """Splits in which rows of one document are gathered into a list for each query, in the order of its first row.
 
     Raises:
-        Refusal: a stream of such rows, whose end nobody knows.
+        Refusal: a stream of such rows, whose end is unknown.
     """
     return {name: _gathered(split, name) for name, split in splits.items()}
 

@@ -83,7 +83,7 @@ def _plan(present: list[str], split: str, texts: Seq2SeqConfig) -> Plan:
     if TRANSLATION in present:
         if texts.source_lang is None or texts.target_lang is None:
             raise Refusal(
-                "The column translation holds a text for each language: say which with --source-lang and --target-lang, such "
+                "The column translation holds a text for each language: choose with --source-lang and --target-lang, such "
                 "as --source-lang en --target-lang de."
             )
         return Plan(TRANSLATION, "completion", (TRANSLATION, *origin))
@@ -115,7 +115,7 @@ def _check_languages_unused(given: Sequence[str], plan: Plan) -> None:
 class SourcesAndTargets:
     """Reads batches of rows: all that it needs next to them.
 
-    A document is the source's tokens and then the target's, of which the target's are supervised: `source_tokens` says where
+    A document is the source's tokens and then the target's, of which the target's are supervised: `source_tokens` is where
     one ends. `target` is the target's text as it is in the data, with which a generated one is compared.
     """
 

@@ -33,7 +33,7 @@ class Tags:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a model must know of them, as fields of its config."""
+        """What a model's config has of them."""
         return {
             "num_labels": len(self.names), "id2label": dict(enumerate(self.names)),
             "label2id": {name: number for number, name in enumerate(self.names)},
@@ -120,7 +120,7 @@ def _names_in(split: Dataset, column: str, layout: str) -> list[str]:
     if parts_of_tags(names) is None:
         names = sorted(names)
     if len(numbers) + len(names) < 2:
-        raise Refusal(f"All tags of the train split are {quoted([*numbers, *names][0])}: there is nothing to tell apart.")
+        raise Refusal(f"All tags of the train split are {quoted([*numbers, *names][0])}: there is nothing to classify.")
     return [*map(str, numbers), *names]
 
 

@@ -1,7 +1,7 @@
 """Calls of tools in chats: read as OpenAI's format has them, handed to a chat template as it takes them, and never lost.
 
-OpenAI's format has the arguments of a call as JSON text, and no content next to a call. Most chat templates want an object,
-which they write as JSON themselves (a text they would quote once more), some want the text; some write a call only where the
+OpenAI's format has the arguments of a call as JSON text, and no content next to a call. Most chat templates take an object,
+which they write as JSON themselves (a text they would quote once more), some take the text; some write a call only where the
 content is null, others fail without one. Which it is a template shows with a made-up chat.
 """
 
@@ -152,7 +152,7 @@ def with_name(message: Message, name: str) -> Message:
 
 
 def lost(what: str, otherwise: str) -> str:
-    """What to say of a part of a chat that its template does not write."""
+    """The message for a part of a chat that its template does not write."""
     return (
         f"the chat template does not write {what}: the model would be trained without. Give a template that does "
         f"(--chat-template FILE), or {otherwise}."

@@ -35,7 +35,7 @@ def vocabulary_mark(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_marks(marks: Sequence[object], mark: str, origins: list[str]) -> None:
-    """Refuse rows whose numbers are of another vocabulary than `mark` says; None is a row without a mark, of a mixture."""
+    """Refuse rows whose numbers are of another vocabulary than that of `mark`; None is a row without a mark, of a mixture."""
     digest = _digest(mark)
     for found in dict.fromkeys(marks):
         if found is not None and _digest(found) != digest:

@@ -1,6 +1,6 @@
 """What trains a model over several devices: plain data parallelism, DeepSpeed ZeRO, or FSDP2.
 
-`choice` decides which one, `plain`, `zero` and `fsdp` say how each does a step and where it keeps what, `pieces` brings a
+`choice` decides which one, `plain`, `zero` and `fsdp` are how each does a step and where it keeps what, `pieces` brings a
 sharded tensor together and takes it apart. Nothing here imports a heavy library until an engine is used.
 """
 

@@ -56,7 +56,7 @@ def choose_engine(
         precision: where none of them names one: "no", "bf16", or "fp16", which an engine that shards leaves out.
 
     Raises:
-        Refusal: two of the sources name different values, or one asks for what is not supported.
+        Refusal: two of the sources name different values, or one requests what is not supported.
     """
     settings = values_of(config)
     _refuse_unsupported(environment)

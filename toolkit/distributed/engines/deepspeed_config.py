@@ -1,6 +1,6 @@
 """The DeepSpeed configuration of a run: from the settings alone, or a user's own with every "auto" filled.
 
-A file may repeat what the settings say, and must not contradict them. The keys are those of
+A file may repeat the settings, and must not contradict them. The keys are those of
 https://www.deepspeed.ai/docs/config-json/. No heavy library is imported
 before `check_known_keys` is called.
 """
@@ -68,7 +68,7 @@ def complete_deepspeed(
     for key in ("optimizer", "scheduler", "train_batch_size", "fp16", "amp"):
         result.pop(key, None)
     result |= {
-        # Where the recipe has no such setting its step is one example: DeepSpeed only wants a number for its log.
+        # Where the recipe has no such setting its step is one example: DeepSpeed only needs a number for its log.
         "train_micro_batch_size_per_gpu": settings.get("per_device_train_batch_size", 1),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
@@ -171,7 +171,7 @@ _OPTIMIZER_FACTS = {"adam_w_mode": (True,), "bias_correction": (True,), "amsgrad
 
 
 def _check_repeated(written: Mapping[str, Any], settings: Mapping[str, Any], source: str, world_size: int) -> None:
-    """Refuse what a file says otherwise than the settings of the recipe do."""
+    """Refuse what in a file contradicts the settings of the recipe."""
     named = {key: in_settings(settings, name) for key, name in _SAME.items()}
     if settings.get("momentum", 0.0) is None:
         named["optimizer.params.momentum"] = Named(0.0, "--momentum 0")  # what it is for sgd, the one that a file can name

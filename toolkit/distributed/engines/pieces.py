@@ -69,7 +69,7 @@ def add_up(parts: torch.Tensor, *, everywhere: bool) -> None:
 
 
 class OfWholeMatrices(Protocol):
-    """An optimizer whose update of a matrix needs all of it: it needs to know how its parameters are cut, once."""
+    """An optimizer whose update of a matrix needs all of it: it is given how its parameters are cut, once."""
 
     needs_pieces: bool
     pieces: list[Piece]

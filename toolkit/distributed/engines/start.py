@@ -37,7 +37,7 @@ _UNSHARDED_ONLY = {
 def check_engine(choice: EngineChoice, config: RunConfig, *, in_code: bool = False) -> None:
     """Refuse an engine that isn't installed, and an optimizer, or a type of weights, that it would make wrong.
 
-    `in_code`: the recipe itself asks for it, so that no setting can ask for another one.
+    `in_code`: the recipe itself sets it, so that no setting can choose another one.
     """
     if choice.name == "plain":
         return
@@ -64,7 +64,7 @@ def check_engine(choice: EngineChoice, config: RunConfig, *, in_code: bool = Fal
 
 
 def check_backend(backend: str, on_cpu: bool) -> str | None:
-    """The backend as torch knows it, None where Accelerate's own choice is right.
+    """The backend by torch's name, None where Accelerate's own choice is right.
 
     Raises:
         Refusal: torch has no such backend here.
@@ -208,7 +208,7 @@ def _start_zero(
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[_group(backend or "nccl", timeout)], **common)
     if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true" and accelerator.is_main_process:
         say("zero3_init_flag of the accelerate config: each rank makes the model whole on the CPU all the same.")
-    # While transformers knows of stage 3 it makes models in shards, with other random weights than one process would.
+    # While transformers has a config of stage 3 it makes models in shards, with other random weights than one process would.
     unset_hf_deepspeed_config()
     plugin.dschf = None
 
@@ -301,5 +301,5 @@ def _quiet_deepspeed() -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
-    # Of every optimizer that DeepSpeed doesn't know by name; those that are let through here are tested on its shards.
+    # Of every optimizer that DeepSpeed has no name for; those that are let through here are tested on its shards.
     logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())

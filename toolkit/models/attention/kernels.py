@@ -33,7 +33,7 @@ class Rules(NamedTuple):
     scaling: float | None  # of the scores; None: 1 / sqrt(head_dim)
     softcap: float | None  # scores become softcap * tanh(scores / softcap)
     dropout: float
-    longest: int | None  # tokens of the longest document, if the caller knows
+    longest: int | None  # tokens of the longest document, if the caller has it
 
 
 def fastest_kernel(

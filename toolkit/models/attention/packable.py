@@ -61,7 +61,7 @@ def first_exact(layouts: Sequence[str], check: Callable[[str], None], asked: str
 def check_packable(model_config: PretrainedConfig, model_class: type | None = None) -> None:
     """Raise NotPackable, with the reason by name, for a model whose packed rows could not be exact.
 
-    What a config and a class tell is judged here, before any weight is read; `check_no_contamination` looks at the rest.
+    What a config and a class show is judged here, before any weight is read; `check_no_contamination` looks at the rest.
     """
     text_config = model_config.get_text_config()
     name = f"model type {model_config.model_type!r}"
@@ -111,9 +111,9 @@ def _rope_types(text_config: Any) -> set[str]:
 
 
 def check_no_contamination(model: PreTrainedModel) -> None:
-    """Put two short documents through a model and raise NotPackable when one of them can tell that the other is there.
+    """Put two short documents through a model and raise NotPackable when one of them changes with the other.
 
-    It catches what no list knows: a layer that mixes neighbors, positions that are not taken from `position_ids`, bounds
+    It catches what is on no list: a layer that mixes neighbors, positions that are not taken from `position_ids`, bounds
     that do not reach the attention. Compared are the outputs of a document next to two different neighbors (equal bit for
     bit, but for experts, whose batches the neighbors change) and alone (equal up to rounding).
     """
@@ -156,7 +156,7 @@ def make_bidirectional(model: PreTrainedModel) -> None:
     """Let the attention of a model see both sides, whose config has `is_causal` false.
 
     transformers (5.23) makes its masks by that setting. Where there is nothing to mask it makes none, and its attention
-    functions ask each layer, which stays causal: these are set here.
+    functions read it of each layer, which stays causal: these are set here.
     """
     for module in model.modules():
         if getattr(module, "is_causal", None) is True:
@@ -165,9 +165,9 @@ def make_bidirectional(model: PreTrainedModel) -> None:
 
 def check_bidirectional(model: PreTrainedModel, name: str) -> None:
     """Refuse a model some of whose layers are known to read from left to right, as of hybrids, and one whose first token can't
-    tell that its last one has changed, alone and next to padding.
+    change with its last one, alone and next to padding.
 
-    The latter catches what no list knows: recurrent layers, convolutions, masks that a model makes in its own way.
+    The latter catches what is on no list: recurrent layers, convolutions, masks that a model makes in its own way.
     """
 
     def refuse(why: str) -> Refusal:
