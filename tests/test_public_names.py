@@ -6,6 +6,7 @@ The examples are the functions below; `@shows` lists the names that one is about
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,24 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict
 
 import toolkit as tk
+from toolkit.config import BatchConfig, DevicesConfig, HubConfig, LossConfig, SeedConfig, Settings, TeacherConfig
+from toolkit.data.tokenize.tags import Tags
+from toolkit.distillation.classifier_teacher import ClassifierTeacher
+from toolkit.distillation.teacher import Teacher
+from toolkit.generation.sampler import Completion
+from toolkit.losses.classification import classification_loss
+from toolkit.losses.pair_losses import PairLogps
+from toolkit.losses.policy import kl_estimate
+from toolkit.losses.reward import answer_rewards, pair_rewards
+from toolkit.losses.unpaired import apo_zero_unpaired_loss, kto_kl, kto_loss
+from toolkit.losses.value import gae, token_rewards, whiten
+from toolkit.models.sentence_files import EmbeddingStyle
+from toolkit.preference.reference import Reference
+from toolkit.report import write_report
+from toolkit.rollouts.advantages import reward_table
+from toolkit.rollouts.environments import Environments
+from toolkit.rollouts.ledger import rollouts_of
+from toolkit.rollouts.server_gap import sampler_weights
 
 EXAMPLES: dict[str, Callable[[], None]] = {}
 
@@ -113,27 +132,27 @@ def version() -> None:
     assert tk.__version__.count(".") == 2
 
 
-@shows("ModelConfig", "DataConfig", "OptimConfig", "RunConfig", "OutputConfig", "BatchConfig", "DeviceConfig", "DevicesConfig", "HubConfig", "SeedConfig", "Settings", "setting", "Refusal")
+@shows("ModelConfig", "DataConfig", "OptimConfig", "RunConfig", "OutputConfig", "DeviceConfig", "setting", "Refusal")
 def settings() -> None:
     @dataclass(frozen=True)
     class Mine(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
         gamma: float = tk.setting(2.0, "How much less a certain example counts.", least=0.0)
 
-    groups = (tk.SeedConfig, tk.OutputConfig, tk.BatchConfig, tk.DeviceConfig, tk.DevicesConfig, tk.HubConfig, tk.Settings)
+    groups = (SeedConfig, tk.OutputConfig, BatchConfig, tk.DeviceConfig, DevicesConfig, HubConfig, Settings)
     assert all(isinstance(Mine(), group) for group in groups)
     with pytest.raises(tk.Refusal, match="gamma"):
         Mine(gamma=-1.0)
 
 
 @shows(
-    "AdapterConfig", "AnswerConfig", "CausalLMConfig", "LossConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
+    "AdapterConfig", "AnswerConfig", "CausalLMConfig", "ClassificationConfig", "PairsConfig", "PreferenceConfig", "RankedAnswersConfig",
     "RankingConfig", "ReferenceConfig", "RewardConfig", "RewardFunctionsConfig", "SampleConfig", "TokenClassificationConfig", "UnpairedConfig", "MaskedLMConfig",
     "RowsConfig",
 )  # fmt: skip
 def settings_of_methods() -> None:
     assert tk.AdapterConfig().lora_r > 0
     assert tk.AnswerConfig(metrics=["bleu"]).answer_max_new_tokens == 256
-    assert tk.LossConfig().label_smoothing_factor == 0
+    assert LossConfig().label_smoothing_factor == 0
     assert tk.CausalLMConfig().z_loss == 0
     assert tk.ClassificationConfig(problem_type="regression").problem_type == "regression"
     assert tk.MaskedLMConfig().mlm_probability == 0.15
@@ -311,15 +330,14 @@ def a_step() -> None:
 
 
 @shows(
-    "tokenize_for_classification", "label_settings", "class_baselines", "classification_task", "classification_loss",
-    "classification_metrics", "choose_row_layout",
+    "tokenize_for_classification", "label_settings", "class_baselines", "classification_task",     "classification_metrics", "choose_row_layout",
 )  # fmt: skip
 def classification() -> None:
     assert tk.label_settings(classes(), tk.ClassificationConfig())["num_labels"] == 2
     assert tk.class_baselines(classes())
     splits = tk.tokenize_for_classification(classes(), tokenizer(), Classes())
     micro_batch, model = tk.collate_padded(documents(splits), tokenizer().pad_token_id), classifier(2)
-    loss, _ = tk.classification_loss(model, micro_batch, {"examples": 3.0})
+    loss, _ = classification_loss(model, micro_batch, {"examples": 3.0})
     loss_fn, metrics = tk.classification_task("single_label", num_labels=2)
     assert loss_fn(model, micro_batch, {"examples": 3.0})[0] == loss
     _, evaluation = tk.build_dataloaders(splits, tk.collate_padded, tk.DataConfig())
@@ -329,14 +347,14 @@ def classification() -> None:
 
 
 @shows(
-    "Tags", "find_tags", "tokenize_for_token_classification", "space_before_words", "tag_baselines",
+    "find_tags", "tokenize_for_token_classification", "space_before_words", "tag_baselines",
     "tag_metrics", "token_classification_loss",
 )  # fmt: skip
 def token_classification() -> None:
     raw = rows(tokens=[text.split() for text in TEXTS], tags=[["O", "B-N", "O", "B-P"]] * 20)
     words = tk.space_before_words(tokenizer())
     tags = tk.find_tags(raw, TaggedWords())
-    assert tags == tk.Tags(["O", "B-N", "B-P"], "iob2")
+    assert tags == Tags(["O", "B-N", "B-P"], "iob2")
     splits = tk.tokenize_for_token_classification(raw, words, TaggedWords())
     model = tk.load_model("AutoModelForTokenClassification", tk.ModelConfig(hidden_size=32, num_hidden_layers=1, model="tiny-bert"), words, **tags.settings)
     micro_batch = tk.collate_padded(documents(splits), words.pad_token_id, aligned=True)
@@ -359,51 +377,11 @@ class Classes(tk.DataConfig, tk.ClassificationConfig):
     max_length: int = 64
 
 
-@shows("multi_label_loss", "regression_loss")
-def numbers_and_sets() -> None:
-    micro_batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-    loss, _ = tk.multi_label_loss(classifier(2), {**micro_batch, "labels": torch.tensor([[1.0, 0.0]])}, {"examples": 1.0})
-    assert loss > 0
-    loss, _ = tk.regression_loss(classifier(1), {**micro_batch, "labels": torch.tensor([3.0])}, {"examples": 1.0})
-    assert loss > 0
-
-
-def logps() -> tuple[tk.PairLogps, tk.PairLogps]:
+def logps() -> tuple[PairLogps, PairLogps]:
     """Of three pairs, by the policy and by the reference."""
     tokens = torch.tensor([4.0, 5.0, 6.0])
-    policy = tk.PairLogps(torch.tensor([-3.0, -4.0, -5.0]), torch.tensor([-4.0, -5.0, -6.0]), tokens, tokens)
-    return policy, tk.PairLogps(torch.tensor([-3.5, -4.0, -5.5]), torch.tensor([-4.0, -4.5, -6.0]), tokens, tokens)
-
-
-@shows(
-    "PairLogps", "sigmoid_loss", "sigmoid_norm_loss", "robust_loss", "hinge_loss", "ipo_loss", "exo_pair_loss", "discopop_loss",
-    "nca_pair_loss", "bco_pair_loss", "sppo_hard_loss", "apo_zero_loss", "apo_down_loss", "aot_loss", "aot_unpaired_loss",
-    "simpo_loss", "cpo_loss", "orpo_loss", "sft_loss",
-)  # fmt: skip
-def losses_of_pairs() -> None:
-    policy, reference = logps()
-    assert isinstance(policy, tk.PairLogps)
-    losses = [
-        tk.sigmoid_loss(policy, reference, beta=0.1),
-        tk.sigmoid_norm_loss(policy, reference, beta=0.1),
-        tk.robust_loss(policy, reference, beta=0.1, label_smoothing=0.1),
-        tk.hinge_loss(policy, reference, beta=0.1),
-        tk.ipo_loss(policy, reference, beta=0.1),
-        tk.exo_pair_loss(policy, reference, beta=0.1, label_smoothing=0.1),
-        tk.discopop_loss(policy, reference, beta=0.1),
-        tk.nca_pair_loss(policy, reference, beta=0.1),
-        tk.bco_pair_loss(policy, reference, beta=0.1),
-        tk.sppo_hard_loss(policy, reference, beta=0.1),
-        tk.apo_zero_loss(policy, reference, beta=0.1),
-        tk.apo_down_loss(policy, reference, beta=0.1),
-        tk.aot_loss(policy, reference, beta=0.1),
-        tk.aot_unpaired_loss(policy, reference, beta=0.1),
-        tk.simpo_loss(policy, beta=2.0, gamma=1.0),
-        tk.cpo_loss(policy, beta=0.1),
-        tk.orpo_loss(policy, beta=0.1),
-        tk.sft_loss(policy),
-    ]
-    assert all(torch.isfinite(loss).all() for loss in losses)
+    policy = PairLogps(torch.tensor([-3.0, -4.0, -5.0]), torch.tensor([-4.0, -5.0, -6.0]), tokens, tokens)
+    return policy, PairLogps(torch.tensor([-3.5, -4.0, -5.5]), torch.tensor([-4.0, -4.5, -6.0]), tokens, tokens)
 
 
 def questions() -> DatasetDict:
@@ -446,62 +424,61 @@ def answers_from_a_text() -> None:
     assert tk.answer_questions(model, tokenizer, asked.rows, max_length=64, doc_stride=8)[0][0].text in asked.rows[0]["context"]
 
 
-@shows("kto_kl", "kto_loss", "apo_zero_unpaired_loss", "unpaired_loss")
+@shows("unpaired_loss")
 def losses_of_single_answers() -> None:
     policy, reference, desirable = torch.tensor([-3.0, -4.0]), torch.tensor([-3.5, -3.5]), torch.tensor([True, False])
-    kl = tk.kto_kl(policy, reference)
+    kl = kto_kl(policy, reference)
     assert kl >= 0
-    assert torch.isfinite(tk.kto_loss(policy, reference, desirable, kl, beta=0.1)).all()
-    assert torch.isfinite(tk.apo_zero_unpaired_loss(policy, reference, desirable, beta=0.1)).all()
+    assert torch.isfinite(kto_loss(policy, reference, desirable, kl, beta=0.1)).all()
+    assert torch.isfinite(apo_zero_unpaired_loss(policy, reference, desirable, beta=0.1)).all()
     totals = {"examples": 2.0, "desirable": 1.0, "undesirable": 1.0}
     loss, _ = tk.unpaired_loss(policy, reference, desirable, kl, totals, beta=0.2)
     assert torch.isfinite(loss)
 
 
 @shows(
-    "advantages", "choose_advantages", "groups_with_spread", "prompts_to_add", "reward_table",
-    "PolicyConfig", "PPOConfig",
+    "advantages", "choose_advantages", "groups_with_spread", "prompts_to_add",     "PolicyConfig", "PPOConfig",
 )  # fmt: skip
 def advantages_of_rewards() -> None:
     config = tk.PolicyConfig(loss_type="rloo")
     estimator, scale = tk.choose_advantages(config.loss_type, config.advantage_estimator, config.scale_rewards)
     scored = [tk.Rollout(i // 2, i % 2, [1], [2], [-1.0], False, {}, "", {}, reward) for i, reward in enumerate([1.0, 0.0, 0.5, 0.5])]
-    rewards = tk.reward_table(scored)
+    rewards = reward_table(scored)
     assert tk.advantages(rewards, estimator=estimator, scale_rewards=scale).tolist() == [[1.0, -1.0], [0.0, 0.0]]
     assert tk.prompts_to_add(scored, 2, most=6) == 2
     assert tk.groups_with_spread(scored, 1) == scored[:2]
     assert tk.PPOConfig().lam == 0.95
 
 
-@shows("load_environment", "Environments")
+@shows("load_environment")
 def environments() -> None:
     config = tk.RewardFunctionsConfig(environment="tests.rollouts.test_environments:Echo", max_turns=2)
     environment = tk.load_environment(config, tokenizer())
-    assert isinstance(environment, tk.Environments)
+    assert isinstance(environment, Environments)
     assert environment.prompt_of({"prompt": "1+1="}, [1, 2]) == ({"prompt": "1+1="}, [1, 2])
     assert tk.load_environment(tk.RewardFunctionsConfig(), tokenizer()) is None
 
 
-@shows("policy_loss", "kl_estimate", "choose_kl", "sampler_weights")
+@shows("policy_loss", "choose_kl")
 def losses_of_policies() -> None:
     logps, mask = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True), torch.tensor([[1, 1], [1, 0]])
     totals = {"completions": 2.0, "completion_tokens": 3.0}
-    weights, _ = tk.sampler_weights(logps, logps.detach() - 0.1, mask, totals)
+    weights, _ = sampler_weights(logps, logps.detach() - 0.1, mask, totals)
     assert tk.choose_kl("grpo") == ("loss", "k3")
-    assert (tk.kl_estimate(logps, logps - 1, "k1") == 1).all()
+    assert (kl_estimate(logps, logps - 1, "k1") == 1).all()
     for loss_type in ("dapo", "grpo", "gspo", "rloo"):
         loss, metrics = tk.policy_loss(logps, None, torch.tensor([1.0, -1.0]), mask, totals, loss_type=loss_type, sampler_weights=weights)
         assert torch.isfinite(loss)
         assert metrics["ratio"] == 1
 
 
-@shows("gae", "token_rewards", "value_loss", "whiten")
+@shows("value_loss")
 def advantages_of_tokens() -> None:
     logps, values, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.5, 0.75]]), torch.ones(1, 2)
-    rewards = tk.token_rewards(torch.tensor([1.0]), logps, logps, mask, beta=0.05)
-    advantages, returns = tk.gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    rewards = token_rewards(torch.tensor([1.0]), logps, logps, mask, beta=0.05)
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
     assert returns.tolist() == [[1.0, 1.0]]
-    assert tk.whiten(advantages, mask).sum() == pytest.approx(0, abs=1e-6)
+    assert whiten(advantages, mask).sum() == pytest.approx(0, abs=1e-6)
     loss, _ = tk.value_loss(values, values, returns, mask, {"completion_tokens": 2.0})
     assert loss == pytest.approx((0.25 + 0.0625) / 4)
 
@@ -519,19 +496,19 @@ def pairs() -> None:
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_reward_margin"] == 0
 
 
-@shows("reward_loss", "reward_metrics", "pair_rewards", "answer_rewards", "collate_scored_pairs", "choose_scored_pair_layout")
+@shows("reward_loss", "reward_metrics", "collate_scored_pairs", "choose_scored_pair_layout")
 def rewards() -> None:
     splits, model = tk.tokenize_for_preference(preferences(), tokenizer(), tk.DataConfig(max_length=64)), classifier(1)
     layout = tk.choose_scored_pair_layout(model)
     collate = functools.partial(tk.collate_scored_pairs, layout=layout, pad_token_id=tokenizer().pad_token_id)
-    chosen, rejected = tk.pair_rewards(model, collate(documents(splits)))
+    chosen, rejected = pair_rewards(model, collate(documents(splits)))
     assert chosen.shape == rejected.shape == (3,)
     loss, _ = tk.reward_loss(model, collate(documents(splits)), {"pairs": 3.0}, margin_coefficient=0.0)
     assert loss > 0
     _, evaluation = tk.build_dataloaders(splits, collate, tk.DataConfig())
     assert "eval_reward_accuracy" in tk.eval_with_gather(accelerator(), model, evaluation, tk.reward_metrics())
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-    assert tk.answer_rewards(model, inputs).shape == (1,)
+    assert answer_rewards(model, inputs).shape == (1,)
 
 
 @shows("Rollout", "Reward", "load_rewards", "rewards_made_of", "score_rollouts")
@@ -618,16 +595,16 @@ def prompts_with_answers() -> None:
     assert [row["answer"] for row in batch["rows"]] == [TEXTS[number] for number in batch["prompt"]]
 
 
-@shows("SamplingSettings", "sample_groups", "completion_key", "Completion")
+@shows("SamplingSettings", "sample_groups", "completion_key")
 def completions_of_groups() -> None:
     keys = np.array([[tk.completion_key(0, 0, prompt, index) for index in range(2)] for prompt in range(3)], dtype=np.uint64)
     prompts = [tokenizer()(text)["input_ids"] for text in TEXTS[:3]]
     groups = tk.sample_groups(language_model(), prompts, keys, tk.SamplingSettings(max_new_tokens=4))
     assert all(len(each.tokens) == len(each.logps) == 4 and each.truncated for group in groups for each in group)
-    assert isinstance(groups[0][0], tk.Completion)
+    assert isinstance(groups[0][0], Completion)
 
 
-@shows("open_phase", "save_rollouts", "rollouts_of", "sample_rollouts", "Rollout", "policy_batches", "collate_rollouts", "rollout_logps")
+@shows("open_phase", "save_rollouts", "sample_rollouts", "Rollout", "policy_batches", "collate_rollouts", "rollout_logps")
 def rollouts_and_the_batches_of_their_updates() -> None:
     @dataclass(frozen=True)
     class Config(tk.DataConfig, tk.PromptConfig):
@@ -640,7 +617,7 @@ def rollouts_and_the_batches_of_their_updates() -> None:
     phase = tk.open_phase(accelerator(), model, "run", 1, settings)
     rollouts = tk.sample_rollouts(accelerator(), model, tokenizer(), batch, settings, num_generations=2, phase=phase)
     tk.save_rollouts(accelerator(), phase, rollouts)
-    assert tk.rollouts_of("run", 1) == rollouts
+    assert rollouts_of("run", 1) == rollouts
     assert [rollout.index for rollout in rollouts] == [0, 1] * batch.size
     assert isinstance(rollouts[0], tk.Rollout)
     collate = functools.partial(tk.collate_rollouts, layout="padded", pad_token_id=0)
@@ -720,14 +697,14 @@ class Preferring(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.PreferenceCon
     use_cpu: bool = True
 
 
-@shows("Reference", "build_reference", "sync_reference")
+@shows("build_reference", "sync_reference")
 def a_reference() -> None:
     config = Preferring(output_dir="runs/dpo")
     splits = tk.tokenize_for_preference(preferences(), tokenizer(), config)
     train, evaluation = tk.build_dataloaders(splits, tk.collate_pairs, config, accelerator())
     model = language_model()
     reference = tk.build_reference(accelerator(), model, language_model, train, evaluation, config)
-    assert isinstance(reference, tk.Reference)
+    assert isinstance(reference, Reference)
     optimizer, _ = tk.build_optimizer(model, tk.OptimConfig(optim="adamw_torch"), num_steps=1)
     model, optimizer = accelerator().prepare(model, optimizer)
     with tk.open_run(accelerator(), config, model, optimizer, train) as run:
@@ -743,7 +720,7 @@ class Distilling(Config, tk.DistillationConfig):
 
 
 @shows(
-    "Teacher", "TeacherLogps", "build_teacher", "load_student_tokenizer", "distillation_loss", "distillation_metrics",
+    "TeacherLogps", "build_teacher", "load_student_tokenizer", "distillation_loss", "distillation_metrics",
     "DistillationConfig", "say_once", "with_own_answers", "keep_teacher", "update_teacher",
 )  # fmt: skip
 def a_teacher() -> None:
@@ -755,7 +732,7 @@ def a_teacher() -> None:
     teacher, train, evaluation = tk.build_teacher(
         accelerator(), student, tokenizer(), config, *loaders, teacher="teacher", max_length=64, packed=False
     )
-    assert isinstance(teacher, tk.Teacher)
+    assert isinstance(teacher, Teacher)
     for batch in train.batches():
         own_half = replace(config, on_policy_share=0.5, max_new_tokens=4)
         own = tk.with_own_answers(accelerator(), student, tokenizer(), train, batch, own_half)
@@ -777,17 +754,16 @@ def a_teacher() -> None:
 
 
 @shows(
-    "ClassifierTeacher", "build_classifier_teacher", "classifier_distillation_loss",
-    "ClassifierDistillationConfig", "TeacherConfig",
-)
+    "build_classifier_teacher", "classifier_distillation_loss",
+    "ClassifierDistillationConfig", )
 def a_teacher_of_classes() -> None:
-    assert tk.TeacherConfig().temperature == 1.0
+    assert TeacherConfig().temperature == 1.0
     tk.save_model(None, classifier(2), tokenizer(), "teacher")
     student = classifier(2)
     teacher = tk.build_classifier_teacher(
         accelerator(), student, tokenizer(), tk.ClassifierDistillationConfig(), teacher="teacher", max_length=64, seed=0
     )
-    assert isinstance(teacher, tk.ClassifierTeacher)
+    assert isinstance(teacher, ClassifierTeacher)
     batch = tk.collate_padded([{"input_ids": [5, 6, 7], "labels": 1}], pad_token_id=tokenizer().pad_token_id)
     data_loss, _ = tk.classification_task("single_label", 2)
     student.eval()
@@ -797,7 +773,7 @@ def a_teacher_of_classes() -> None:
     assert metrics["divergence"].item() == pytest.approx(0, abs=1e-6)  # they are the same model
 
 
-@shows("build_accelerator", "open_run", "Run", "load_best", "stopped_improving", "sample_texts", "save_model", "save_to_hub", "Summary", "write_report")
+@shows("build_accelerator", "open_run", "Run", "load_best", "stopped_improving", "sample_texts", "save_model", "save_to_hub", "Summary")
 def a_run() -> None:
     config = Config(output_dir="runs/tiny")
     accelerator = tk.build_accelerator(config)
@@ -819,7 +795,7 @@ def a_run() -> None:
         assert tk.save_model(accelerator, model, tokenizer(), config.output_dir, run.summary).name == "model"
         tk.save_to_hub(run)  # nothing without --push-to-hub
     assert isinstance(run.summary, tk.Summary)
-    assert tk.write_report(["runs/tiny"], "report.html").exists()
+    assert write_report(["runs/tiny"], "report.html").exists()
 
 
 @shows("run_recipe")
@@ -835,20 +811,13 @@ def a_recipe() -> None:
     assert seen == [0.5]
 
 
-@shows("verify_checkpoint", "latest_checkpoint")
-def checkpoints() -> None:
-    Path("checkpoints/step-2").mkdir(parents=True)  # what a run writes has a manifest
-    assert tk.verify_checkpoint("checkpoints/step-2")
-    assert tk.latest_checkpoint("checkpoints") is None
-
-
 @shows("Interrupted")
 def ends_of_a_run() -> None:
     assert not issubclass(tk.Interrupted, Exception)
 
 
 @shows(
-    "EmbeddingConfig", "embedding_style", "EmbeddingStyle", "load_encoder", "choose_text_layout", "sentence_files", "tokenize_for_embedding",
+    "EmbeddingConfig", "embedding_style", "load_encoder", "choose_text_layout", "sentence_files", "tokenize_for_embedding",
     "collate_text_groups", "embed_texts", "embedding_task", "cache_gradients", "cached_gradient_loss", "trial_loss",
     "retrieval_baselines",
 )  # fmt: skip
@@ -860,7 +829,7 @@ def embeddings() -> None:
     config = Mine()
     encoder_tokenizer = tk.train_tokenizer(TEXTS, vocab_size=300, encoder=True)
     style = tk.embedding_style(config, pooling=config.pooling)
-    assert style == tk.EmbeddingStyle("mean", "", "")
+    assert style == EmbeddingStyle("mean", "", "")
     raw = rows(query=[f"What is {n}?" for n in range(20)], positive=TEXTS)
     splits = tk.tokenize_for_embedding(raw, encoder_tokenizer, config, query_prompt=style.query_prompt)
     model = tk.load_encoder(config, encoder_tokenizer)
@@ -875,26 +844,6 @@ def embeddings() -> None:
     assert tk.accumulate_gradients(accelerator(), model, batch, tk.cached_gradient_loss(embed))["loss"] > 0
     assert tk.eval_with_gather(accelerator(), model, evaluation, metrics)["eval_recall_at_10"] == 1.0
     assert tk.retrieval_baselines(raw).keys() == {"chance", "TF-IDF on words", "TF-IDF on parts of words"}
-
-
-@shows("Texts", "info_nce", "cosent", "cosine_regression", "matryoshka")
-def losses_of_embeddings() -> None:
-    keys, owners = torch.arange(8), torch.arange(4)
-    torch.manual_seed(0)
-    texts = tk.Texts(torch.randn(4, 6), torch.randn(4, 6), keys[:4], keys[4:], owners, torch.tensor([0.0, 0.3, 0.6, 1.0]))
-    losses = (functools.partial(tk.info_nce, temperature=0.1), tk.cosent, tk.cosine_regression, tk.matryoshka(tk.info_nce, [6, 2]))
-    assert all(loss(texts, slice(0, 4))[0] > 0 for loss in losses)
-
-
-@shows("retrieval_metrics", "similarity_metrics", "Ranks", "ranks_in_lists", "ranks_in_corpus", "ranking_metrics", "spearman")
-def metrics_of_rankings() -> None:
-    ranks = tk.ranks_in_lists(np.array([0.1, 0.9, 0.5]), np.array([1, 0, 2]), np.array([7, 7, 7]))
-    assert isinstance(ranks, tk.Ranks)
-    assert tk.ranking_metrics(ranks, at=(2,))["mrr"] == 0.5
-    assert tk.ranks_in_corpus(np.eye(2), np.eye(2), np.array([[0, 0], [1, 1]])).rank.tolist() == [1, 1]
-    assert tk.spearman(np.arange(4), np.arange(4) ** 2) == pytest.approx(1.0)
-    assert tk.retrieval_metrics(lambda model, micro_batch: micro_batch, most_texts=2).gather is not None
-    assert tk.similarity_metrics(lambda model, micro_batch: micro_batch).gather is not None
 
 
 @shows("memory_table")
@@ -950,6 +899,15 @@ def sweeping() -> None:
     trials = tk.sweep(loss, {"rate": "float:0..1"}, trials=6)
     found = [abs(float(trial.settings["rate"]) - 0.3) for trial in trials]
     assert found[0] == min(found)
+
+
+def test_a_public_name_is_used_by_a_recipe_a_benchmark_or_a_page() -> None:
+    """Fails when: `from .losses.pair_losses import ipo_loss as ipo_loss` is put into toolkit/__init__.pyi."""
+    root = Path(__file__).resolve().parents[1]
+    folders = [path for folder in ("recipes", "benchmarks", "docs") for path in (root / folder).rglob("*.[pm][yd]")]
+    texts = [path.read_text(encoding="utf-8") for path in [*folders, root / "README.md", root / "CONTRIBUTING.md"]]
+    written = {name for text in texts for name in re.findall(r"\btk\.(\w+)", text)}
+    assert set(tk.__all__) - written == set()
 
 
 def test_every_public_name_has_an_example_that_uses_it() -> None:

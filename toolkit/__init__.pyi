@@ -15,21 +15,17 @@ from .baselines.word_overlap import (
     ranking_baselines as ranking_baselines,
     retrieval_baselines as retrieval_baselines,
 )
-from .checkpoint.directory import latest_checkpoint as latest_checkpoint, verify_checkpoint as verify_checkpoint
 from .command_line.recipe import run_recipe as run_recipe
 from .config.adapter import AdapterConfig as AdapterConfig
 from .config.conditions import is_built_in as is_built_in
 from .config.distillation import (
     ClassifierDistillationConfig as ClassifierDistillationConfig,
     DistillationConfig as DistillationConfig,
-    TeacherConfig as TeacherConfig,
 )
 from .config.groups import (
-    BatchConfig as BatchConfig,
     DataConfig as DataConfig,
     ModelConfig as ModelConfig,
     OptimConfig as OptimConfig,
-    SeedConfig as SeedConfig,
     trained_model as trained_model,
 )
 from .config.policy import PolicyConfig as PolicyConfig, PPOConfig as PPOConfig
@@ -42,14 +38,8 @@ from .config.preferences import (
     UnpairedConfig as UnpairedConfig,
 )
 from .config.rollouts import RewardFunctionsConfig as RewardFunctionsConfig, RolloutConfig as RolloutConfig
-from .config.run_groups import (
-    DeviceConfig as DeviceConfig,
-    DevicesConfig as DevicesConfig,
-    HubConfig as HubConfig,
-    OutputConfig as OutputConfig,
-    RunConfig as RunConfig,
-)
-from .config.setting import Refusal as Refusal, Settings as Settings, setting as setting
+from .config.run_groups import DeviceConfig as DeviceConfig, OutputConfig as OutputConfig, RunConfig as RunConfig
+from .config.setting import Refusal as Refusal, setting as setting
 from .config.tasks import (
     AnswerConfig as AnswerConfig,
     CausalLMConfig as CausalLMConfig,
@@ -57,7 +47,6 @@ from .config.tasks import (
     DiffusionConfig as DiffusionConfig,
     EmbeddingConfig as EmbeddingConfig,
     GeneratedTextConfig as GeneratedTextConfig,
-    LossConfig as LossConfig,
     MaskedLMConfig as MaskedLMConfig,
     PromptConfig as PromptConfig,
     QuestionAnsweringConfig as QuestionAnsweringConfig,
@@ -91,7 +80,7 @@ from .data.sources.load import load_splits as load_splits
 from .data.texts import texts_of as texts_of
 from .data.tokenize.labels import label_settings as label_settings
 from .data.tokenize.question_answering import reference_answers as reference_answers
-from .data.tokenize.tags import Tags as Tags, find_tags as find_tags
+from .data.tokenize.tags import find_tags as find_tags
 from .data.tokenize.tasks import (
     tokenize_for_classification as tokenize_for_classification,
     tokenize_for_diffusion as tokenize_for_diffusion,
@@ -109,13 +98,9 @@ from .data.tokenize.tasks import (
     tokenize_for_unpaired as tokenize_for_unpaired,
 )
 from .diagnostics.memory_table import memory_table as memory_table
-from .distillation.classifier_teacher import (
-    ClassifierTeacher as ClassifierTeacher,
-    build_classifier_teacher as build_classifier_teacher,
-)
+from .distillation.classifier_teacher import build_classifier_teacher as build_classifier_teacher
 from .distillation.on_policy import with_own_answers as with_own_answers
 from .distillation.teacher import (
-    Teacher as Teacher,
     build_teacher as build_teacher,
     keep_teacher as keep_teacher,
     load_student_tokenizer as load_student_tokenizer,
@@ -131,7 +116,7 @@ from .generation.answered_questions import (
 from .generation.distribution import SamplingSettings as SamplingSettings
 from .generation.held_out_answers import answer_metrics as answer_metrics, held_out_prompts as held_out_prompts
 from .generation.random_numbers import completion_key as completion_key
-from .generation.sampler import Completion as Completion, sample_groups as sample_groups
+from .generation.sampler import sample_groups as sample_groups
 from .generation.samples import sample_prompts as sample_prompts, sample_texts as sample_texts
 from .generation.targets import sample_targets as sample_targets, target_metrics as target_metrics
 from .losses.answer_logps import answer_logps as answer_logps, mismatched_logps as mismatched_logps, pair_logps as pair_logps
@@ -141,21 +126,11 @@ from .losses.causal_lm import (
     causal_lm_metrics_with_bytes as causal_lm_metrics_with_bytes,
 )
 from .losses.classification import (
-    classification_loss as classification_loss,
     classification_task as classification_task,
-    multi_label_loss as multi_label_loss,
     question_answering_loss as question_answering_loss,
-    regression_loss as regression_loss,
     token_classification_loss as token_classification_loss,
 )
-from .losses.contrastive import (
-    Texts as Texts,
-    cosent as cosent,
-    cosine_regression as cosine_regression,
-    embedding_task as embedding_task,
-    info_nce as info_nce,
-    matryoshka as matryoshka,
-)
+from .losses.contrastive import embedding_task as embedding_task
 from .losses.diffusion import diffusion_loss as diffusion_loss, diffusion_metrics as diffusion_metrics
 from .losses.distillation import (
     TeacherLogps as TeacherLogps,
@@ -164,28 +139,7 @@ from .losses.distillation import (
 )
 from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
 from .losses.matching import classifier_distillation_loss as classifier_distillation_loss
-from .losses.pair_losses import (
-    PairLogps as PairLogps,
-    aot_loss as aot_loss,
-    aot_unpaired_loss as aot_unpaired_loss,
-    apo_down_loss as apo_down_loss,
-    apo_zero_loss as apo_zero_loss,
-    bco_pair_loss as bco_pair_loss,
-    cpo_loss as cpo_loss,
-    discopop_loss as discopop_loss,
-    exo_pair_loss as exo_pair_loss,
-    hinge_loss as hinge_loss,
-    ipo_loss as ipo_loss,
-    nca_pair_loss as nca_pair_loss,
-    orpo_loss as orpo_loss,
-    robust_loss as robust_loss,
-    sft_loss as sft_loss,
-    sigmoid_loss as sigmoid_loss,
-    sigmoid_norm_loss as sigmoid_norm_loss,
-    simpo_loss as simpo_loss,
-    sppo_hard_loss as sppo_hard_loss,
-)
-from .losses.policy import choose_kl as choose_kl, kl_estimate as kl_estimate, policy_loss as policy_loss
+from .losses.policy import choose_kl as choose_kl, policy_loss as policy_loss
 from .losses.preference import preference_loss as preference_loss, preference_metrics as preference_metrics
 from .losses.ranking import (
     multiple_choice_loss as multiple_choice_loss,
@@ -193,33 +147,14 @@ from .losses.ranking import (
     ranking_list_metrics as ranking_list_metrics,
     ranking_loss as ranking_loss,
 )
-from .losses.reward import (
-    answer_rewards as answer_rewards,
-    pair_rewards as pair_rewards,
-    reward_loss as reward_loss,
-    reward_metrics as reward_metrics,
-)
+from .losses.reward import reward_loss as reward_loss, reward_metrics as reward_metrics
 from .losses.rollout_logps import logps_and_values as logps_and_values, rollout_logps as rollout_logps
 from .losses.seq2seq import seq2seq_loss as seq2seq_loss, seq2seq_metrics as seq2seq_metrics
-from .losses.unpaired import (
-    apo_zero_unpaired_loss as apo_zero_unpaired_loss,
-    kto_kl as kto_kl,
-    kto_loss as kto_loss,
-    unpaired_loss as unpaired_loss,
-    unpaired_metrics as unpaired_metrics,
-)
-from .losses.value import gae as gae, token_rewards as token_rewards, value_loss as value_loss, whiten as whiten
+from .losses.unpaired import unpaired_loss as unpaired_loss, unpaired_metrics as unpaired_metrics
+from .losses.value import value_loss as value_loss
 from .metrics.classification import classification_metrics as classification_metrics
-from .metrics.embedding import retrieval_metrics as retrieval_metrics, similarity_metrics as similarity_metrics
 from .metrics.metric import Metrics as Metrics
 from .metrics.question_answering import question_answering_metrics as question_answering_metrics
-from .metrics.retrieval import (
-    Ranks as Ranks,
-    ranking_metrics as ranking_metrics,
-    ranks_in_corpus as ranks_in_corpus,
-    ranks_in_lists as ranks_in_lists,
-    spearman as spearman,
-)
 from .metrics.spans import tag_metrics as tag_metrics
 from .metrics.text import choose_text_metrics as choose_text_metrics
 from .models.added_heads import add_value_head as add_value_head
@@ -229,44 +164,37 @@ from .models.fitted_tokenizer import pad_apart_from_end as pad_apart_from_end, s
 from .models.load import load_model as load_model
 from .models.lora import add_adapter as add_adapter
 from .models.pooling import choose_text_layout as choose_text_layout, embed_texts as embed_texts, load_encoder as load_encoder
-from .models.sentence_files import (
-    EmbeddingStyle as EmbeddingStyle,
-    embedding_style as embedding_style,
-    sentence_files as sentence_files,
-)
+from .models.sentence_files import embedding_style as embedding_style, sentence_files as sentence_files
 from .models.tokenizer import load_tokenizer as load_tokenizer, train_tokenizer as train_tokenizer
 from .models.unpadded import choose_row_layout as choose_row_layout, choose_scored_pair_layout as choose_scored_pair_layout
 from .optim.optimizers import build_optimizer as build_optimizer
 from .optim.schedules import build_schedule as build_schedule
 from .preference.pair_layouts import choose_answer_layout as choose_answer_layout, choose_pair_layout as choose_pair_layout
 from .preference.reference import (
-    Reference as Reference,
     build_reference as build_reference,
     estimate_kl as estimate_kl,
     reference_logps as reference_logps,
     sync_reference as sync_reference,
 )
-from .report.page import write_report as write_report
 from .rollouts.advantages import (
     advantages as advantages,
     choose_advantages as choose_advantages,
     groups_with_spread as groups_with_spread,
     prompts_to_add as prompts_to_add,
-    reward_table as reward_table,
     shaped_rewards as shaped_rewards,
     token_advantages as token_advantages,
 )
 from .rollouts.batches import collate_rollouts as collate_rollouts, policy_batches as policy_batches, with_logps as with_logps
-from .rollouts.environments import Environments as Environments, load_environment as load_environment
+from .rollouts.environments import load_environment as load_environment
 from .rollouts.evaluation import sampled_reward_metrics as sampled_reward_metrics
-from .rollouts.ledger import open_phase as open_phase, rollouts_of as rollouts_of, save_rollouts as save_rollouts
+from .rollouts.ledger import open_phase as open_phase, save_rollouts as save_rollouts
 from .rollouts.overview import best_and_worst as best_and_worst, rollout_metrics as rollout_metrics
 from .rollouts.rewards import Reward as Reward, load_rewards as load_rewards, rewards_made_of as rewards_made_of
 from .rollouts.rollout import Rollout as Rollout
 from .rollouts.sampling import sample_rollouts as sample_rollouts
 from .rollouts.scoring import score_rollouts as score_rollouts
 from .rollouts.server import connect_server as connect_server
-from .rollouts.server_gap import correct_for_server as correct_for_server, sampler_weights as sampler_weights
+from .rollouts.server_gap import correct_for_server as correct_for_server
 from .rollouts.settings import in_prompts as in_prompts, sampling_settings as sampling_settings
 from .runs.summary import Summary as Summary
 from .sweeps.functions import FunctionTrial as FunctionTrial, Pruned as Pruned, sweep as sweep

@@ -163,7 +163,7 @@ def test_lines_that_use_a_changed_public_name_are_listed_with_what_to_write(fold
     shown = toolkit("diff", "mine.py").partition("Names that have changed")[2]
     assert re.findall(r"^  (\d+): (.*)$", shown, re.M) == [(str(lines + 1), old[0]), (str(lines + 2), old[1])]
     assert "config.early_stopping_patience" in shown
-    assert "tk.LossConfig" in shown
+    assert "toolkit.config.LossConfig" in shown
 
 
 def test_renamed_parameters_and_metrics_are_listed_too(folder: Path) -> None:

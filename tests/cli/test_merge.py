@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.export import merge as merging
+from toolkit.models.sentence_files import EmbeddingStyle
 from toolkit.models.trained import load_trained
 
 pytestmark = pytest.mark.warm
@@ -252,7 +253,7 @@ def make_another_adapter(folder: Path, auto_class: str, shape: str, **settings: 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    files = tk.sentence_files(model, tk.EmbeddingStyle("mean", "q: "), 24) if auto_class == "AutoModel" else None
+    files = tk.sentence_files(model, EmbeddingStyle("mean", "q: "), 24) if auto_class == "AutoModel" else None
     tk.save_model(None, model, tokenizer, config.output_dir, files=files)
     rows = [json.dumps({"source": f"one two {i}", "target": "three four"}) for i in range(9)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
@@ -283,7 +284,7 @@ def test_an_encoder_of_embeddings_is_merged_with_what_sentence_transformers_read
     with torch.no_grad():
         found, wanted = (each(input_ids=IDS).last_hidden_state for each in (merged, model))
     assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
-    assert tk.embedding_style(tk.ModelConfig(model=str(tmp_path / "merged"))) == tk.EmbeddingStyle("mean", "q: ")
+    assert tk.embedding_style(tk.ModelConfig(model=str(tmp_path / "merged"))) == EmbeddingStyle("mean", "q: ")
 
 
 def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:

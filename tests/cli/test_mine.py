@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.data.hard_negatives import hard_negatives
+from toolkit.models.sentence_files import EmbeddingStyle
 
 ROWS = [{"query": f"where is {word}", "positive": f"here is {word} of it"} for word in ("red", "green", "old", "new", "small", "large")]
 
@@ -43,7 +44,7 @@ def test_negatives_are_those_of_a_plain_search_for_any_block(block: int | None, 
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tk.train_tokenizer([text for row in ROWS for text in row.values()], vocab_size=320, encoder=True)
     encoder = tk.load_encoder(tk.ModelConfig(model="tiny-bert", hidden_size=32, num_hidden_layers=1), tokenizer)
-    files = tk.sentence_files(encoder, tk.EmbeddingStyle("mean", "q: ", "d: "), 32)
+    files = tk.sentence_files(encoder, EmbeddingStyle("mean", "q: ", "d: "), 32)
     return tk.save_model(None, encoder, tokenizer, tmp_path_factory.mktemp("run"), files=files)
 
 

@@ -16,7 +16,9 @@ import pytest
 
 import toolkit as tk
 from toolkit.config import (
+    DevicesConfig,
     Refusal,
+    Settings,
     adapter,
     changed_settings,
     check_together,
@@ -34,10 +36,10 @@ from toolkit.config.contradictions import CONTRADICTIONS
 from toolkit.config.rules import NO_EFFECT, broken_rules
 from toolkit.config.setting import OnResume
 
-GROUPS: list[type[tk.Settings]] = [
+GROUPS: list[type[Settings]] = [
     group
     for group in {**vars(groups), **vars(adapter), **vars(tasks), **vars(preferences), **vars(policy), **vars(distillation)}.values()
-    if inspect.isclass(group) and issubclass(group, tk.Settings) and group is not tk.Settings
+    if inspect.isclass(group) and issubclass(group, Settings) and group is not Settings
 ]
 
 
@@ -80,12 +82,12 @@ class PPO(tk.PPOConfig, tk.RolloutConfig):
 
 
 @dataclass(frozen=True)
-class Distilling(tk.AdapterConfig, tk.DistillationConfig, tk.DataConfig, tk.DevicesConfig):
+class Distilling(tk.AdapterConfig, tk.DistillationConfig, tk.DataConfig, DevicesConfig):
     """Has another beta than Everything."""
 
 
 @dataclass(frozen=True)
-class DistillingClassifiers(tk.ModelConfig, tk.ClassifierDistillationConfig, tk.DevicesConfig):
+class DistillingClassifiers(tk.ModelConfig, tk.ClassifierDistillationConfig, DevicesConfig):
     """Its teacher is a classifier."""
 
 
@@ -108,7 +110,7 @@ def test_what_the_user_gave_survives_a_changed_copy_and_is_no_setting() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_every_setting_declares_what_a_resume_does_when_it_has_changed(group: type[tk.Settings]) -> None:
+def test_every_setting_declares_what_a_resume_does_when_it_has_changed(group: type[Settings]) -> None:
     """Also one that changes nothing declares it. Fails when a field's `on_resume` is left out, or `setting` drops it."""
     declared = {field.name: field.metadata.get("on_resume") for field in dataclasses.fields(group) if field.name != "given"}
     assert set(declared.values()) <= set(typing.get_args(OnResume)), declared
@@ -116,7 +118,7 @@ def test_every_setting_declares_what_a_resume_does_when_it_has_changed(group: ty
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: type[tk.Settings]) -> None:
+def test_every_setting_has_help_and_every_default_keeps_its_own_rules(group: type[Settings]) -> None:
     """Fails when a field's help text is emptied, or a default put outside its choices."""
     group()
     for each in settings_of(group).values():
@@ -305,7 +307,7 @@ def test_a_wrong_keyword_in_python_gets_the_advice_of_the_command_line(wrong: di
     ],
 )  # fmt: skip
 def test_a_keyword_in_python_that_another_group_declares_is_refused_with_that_group(
-    group: type[tk.Settings], name: str, its_group: str
+    group: type[Settings], name: str, its_group: str
 ) -> None:
     """Fails when: a notebook is told of --help, or of a recipe."""
     with pytest.raises(Refusal, match=rf"{group.__name__}\(...\): unknown setting {name}.*{its_group}"):
@@ -532,7 +534,7 @@ DISTILLATION_RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] =
     *[(name, "started with its own", {name: value, "teacher": "http://a:1/v1", "teacher_top_k": 20}, {"teacher": "org/m"})
       for name, value in (("teacher_revision", "main"), ("teacher_dtype", "bfloat16"))],
 ]
-CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] = [
+CASES: list[tuple[type[Settings], str, str, dict[str, Any], dict[str, Any]]] = [
     *[(Everything, *case) for case in RULE_CASES], *[(Policy, *case) for case in POLICY_RULE_CASES],
     (Talks, "", "and not of a server", {"environment": "a.py:A", "rollout_server": "http://a:1"}, {"environment": None}),
     *[(Distilling, *case) for case in DISTILLATION_RULE_CASES],
@@ -547,7 +549,7 @@ CASES: list[tuple[type[tk.Settings], str, str, dict[str, Any], dict[str, Any]]] 
 
 @pytest.mark.parametrize(("kind", "setting", "words", "wrong", "mend"), CASES, ids=[f"{c[1]}:{c[2]}" for c in CASES])
 def test_settings_that_do_not_go_together_are_refused_by_one_rule(
-    kind: type[tk.Settings], setting: str, words: str, wrong: dict[str, Any], mend: dict[str, Any]
+    kind: type[Settings], setting: str, words: str, wrong: dict[str, Any], mend: dict[str, Any]
 ) -> None:
     """Fails when the rule's condition is replaced by False (nothing refused) or True (the mended settings are refused)."""
     with pytest.raises(Refusal) as refusal:
@@ -715,7 +717,7 @@ def test_a_file_means_what_its_writer_meant(tmp_path: Any, text: str, settings: 
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_every_whole_number_has_both_ends_of_its_range(group: type[tk.Settings]) -> None:
+def test_every_whole_number_has_both_ends_of_its_range(group: type[Settings]) -> None:
     """Fails when `most` is left out of one."""
     for each in settings_of(group).values():
         assert each.kind is not int or (each.least is not None and each.most is not None), each.name

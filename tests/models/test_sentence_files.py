@@ -16,6 +16,8 @@ from toolkit.data.loading.collate_groups import collate_text_groups
 from toolkit.data.tokenize.columns import Plan
 from toolkit.data.tokenize.documents import build_encoder
 from toolkit.data.tokenize.text_groups import TextGroups
+from toolkit.losses.contrastive import info_nce
+from toolkit.models.sentence_files import EmbeddingStyle
 
 TEXTS = [f"{color} {thing} number {n}" for n, (color, thing) in enumerate([("red", "house"), ("green", "boat"), ("old", "tree")] * 4)]
 PROMPTS = ("search: ", "found: ")
@@ -30,7 +32,7 @@ def saved(folder: Path, tokenizer: Any, pooling: str) -> tuple[Any, Path]:
     """A small encoder, trained in no way, and its model directory."""
     config = tk.ModelConfig(model="tiny-bert", hidden_size=32, num_hidden_layers=2, dropout=0.0, attention_dropout=0.0)
     model = tk.load_encoder(config, tokenizer)
-    files = tk.sentence_files(model, tk.EmbeddingStyle(pooling, *PROMPTS), max_length=24)
+    files = tk.sentence_files(model, EmbeddingStyle(pooling, *PROMPTS), max_length=24)
     return model, tk.save_model(None, model, tokenizer, folder, files=files)
 
 
@@ -73,10 +75,10 @@ def test_a_directory_of_sentence_transformers_is_trained_as_it_was(tokenizer: An
     sentence_transformers.SentenceTransformer(str(directory), device="cpu").save(str(again))
     for folder in (directory, again):
         config = tk.ModelConfig(model=str(folder))
-        assert tk.embedding_style(config) == tk.EmbeddingStyle("cls", *PROMPTS)
-        assert tk.embedding_style(config, pooling="mean", query_prompt="") == tk.EmbeddingStyle("mean", "", PROMPTS[1])
+        assert tk.embedding_style(config) == EmbeddingStyle("cls", *PROMPTS)
+        assert tk.embedding_style(config, pooling="mean", query_prompt="") == EmbeddingStyle("mean", "", PROMPTS[1])
         assert tk.load_encoder(config, tokenizer).config.hidden_size == 32
-    assert tk.embedding_style(tk.ModelConfig(model="tiny-bert")) == tk.EmbeddingStyle()
+    assert tk.embedding_style(tk.ModelConfig(model="tiny-bert")) == EmbeddingStyle()
     modules = json.loads((directory / "modules.json").read_text())
     modules.append({"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
     (directory / "modules.json").write_text(json.dumps(modules))
@@ -107,7 +109,7 @@ def test_loss_and_gradient_are_those_of_their_cached_loss(tokenizer: Any, tmp_pa
     cuts = [every[start : start + 5] for start in range(0, len(every), 5)]
     batch = Batch([collate_text_groups(cut) for cut in cuts], {"examples": float(len(rows))}, [True] * len(cuts), list(range(len(cuts))))
     accelerator, embed = Accelerator(cpu=True), partial(tk.embed_texts, pooling="mean")
-    cached = tk.cache_gradients(accelerator, model.train(), batch, embed, partial(tk.info_nce, temperature=0.05))
+    cached = tk.cache_gradients(accelerator, model.train(), batch, embed, partial(info_nce, temperature=0.05))
     found = tk.accumulate_gradients(accelerator, model, cached, tk.cached_gradient_loss(embed))
     assert float(found["loss"]) == pytest.approx(float(wanted.detach()), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in theirs[0].named_parameters() if parameter.grad is not None}

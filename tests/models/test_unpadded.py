@@ -17,6 +17,7 @@ import transformers
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
+from toolkit.losses.classification import classification_loss, multi_label_loss, regression_loss
 
 VOCABULARY, PAD = 90, 1
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "initializer_range": 0.2, "max_position_embeddings": 40}
@@ -35,9 +36,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "distilbert": lambda: transformers.DistilBertConfig(vocab_size=VOCABULARY, pad_token_id=PAD, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=40, initializer_range=0.2, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0),
 }  # fmt: skip
 LOSSES: dict[str, tuple[Any, Callable[[int], Any]]] = {
-    "single_label": (tk.classification_loss, lambda i: i % 3),
-    "multi_label": (tk.multi_label_loss, lambda i: [i % 2, 1, int(i > 3)]),
-    "regression": (tk.regression_loss, lambda i: i / 3 - 1),
+    "single_label": (classification_loss, lambda i: i % 3),
+    "multi_label": (multi_label_loss, lambda i: [i % 2, 1, int(i > 3)]),
+    "regression": (regression_loss, lambda i: i / 3 - 1),
 }
 
 
@@ -103,7 +104,7 @@ def test_no_position_of_padding_is_computed(tmp_path: Path) -> None:
     layout, seen = tk.choose_row_layout(model), []
     model.bert.encoder.layer[0].register_forward_pre_hook(lambda layer, states: seen.append(states[0].shape[:2].numel()))
     rows = examples(lambda i: i % 3, kinds=True)
-    tk.classification_loss(model, tk.collate_padded(rows, PAD, layout=layout), {"examples": 7, "weight": 1})
+    classification_loss(model, tk.collate_padded(rows, PAD, layout=layout), {"examples": 7, "weight": 1})
     assert seen == [sum(len(row["input_ids"]) for row in rows)]
 
 
@@ -152,10 +153,10 @@ def test_an_adapter_with_a_trained_head_has_the_gradient_of_padded_rows(tmp_path
     assert any("modules_to_save" in name for name, weight in model.named_parameters() if weight.requires_grad)
     rows = examples(lambda i: i % 3, kinds=False)
     totals = {"examples": 7.0, "weight": 10.0}
-    expected = gradient(model, tk.classification_loss, [tk.collate_padded(rows, PAD)], totals)
+    expected = gradient(model, classification_loss, [tk.collate_padded(rows, PAD)], totals)
     layout = tk.choose_row_layout(model)
     assert layout == "packed"
-    found = gradient(model, tk.classification_loss, [tk.collate_padded(rows, PAD, layout=layout)], totals)
+    found = gradient(model, classification_loss, [tk.collate_padded(rows, PAD, layout=layout)], totals)
     assert_equal(found, expected)
 
 
@@ -196,7 +197,7 @@ def test_models_that_cannot_do_without_padding_are_padded_and_say_why(tmp_path: 
     with pytest.raises(Refusal, match=r"--row-layout packed: .*'albert' .*--row-layout auto"):
         tk.choose_row_layout(model, "packed")
     rows = examples(lambda i: i % 2, kinds=False)
-    loss, _ = tk.classification_loss(model, tk.collate_padded(rows, PAD), {"examples": 7.0, "weight": 10.0})
+    loss, _ = classification_loss(model, tk.collate_padded(rows, PAD), {"examples": 7.0, "weight": 10.0})
     assert loss.isfinite()
 
 
@@ -231,6 +232,6 @@ def test_a_step_of_train_step_is_that_of_padded_rows(tmp_path: Path) -> None:
         rows = examples(lambda i: i % 3, kinds=False)
         pieces = [tk.collate_padded(rows[at : at + 3], PAD, layout=layout) for at in (0, 3, 6)]
         batch = Batch(pieces, {"examples": 7.0, "weight": 13.0}, [True] * 3, seeds=[1, 2, 3])
-        metrics = tk.train_step(accelerator, model, optimizer, batch, tk.classification_loss, [0.1])
+        metrics = tk.train_step(accelerator, model, optimizer, batch, classification_loss, [0.1])
         found.append(torch.stack([metrics["loss"].detach(), metrics["grad_norm"].detach()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=0.0)

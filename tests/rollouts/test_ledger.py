@@ -52,7 +52,7 @@ def test_a_step_comes_back_as_it_was_and_its_parts_are_gone(accelerator: Acceler
     rollouts[2].kept = [[1, 2, 3]]
     tk.save_rollouts(accelerator, phase, rollouts)
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000001.jsonl"]
-    found = tk.rollouts_of(tmp_path, 1)
+    found = ledger.rollouts_of(tmp_path, 1)
     assert str([asdict(each) for each in found]) == str([asdict(each) for each in rollouts])
     again = open_(accelerator, model, tmp_path)
     assert {key: len(group) for key, group in again.known.items()} == {(0, 0): 2, (0, 1): 2, (0, 2): 2}
@@ -96,7 +96,7 @@ def test_columns_that_json_has_no_word_for_are_kept_as_text(accelerator: Acceler
     for rollout in group:
         rollout.row = {"when": datetime.date(2020, 1, 2), "score": float("inf"), "text": "ü"}
     tk.save_rollouts(accelerator, phase, group)
-    assert tk.rollouts_of(tmp_path, 1)[0].row == {"when": "2020-01-02", "score": None, "text": "ü"}
+    assert ledger.rollouts_of(tmp_path, 1)[0].row == {"when": "2020-01-02", "score": None, "text": "ü"}
 
 
 def test_a_changed_digit_is_noticed(accelerator: Accelerator, model: nn.Module, tmp_path: Path) -> None:
@@ -174,12 +174,12 @@ def test_a_damaged_line_is_named_and_refused_as_a_source(
     for damaged in (whole[:-30], whole.replace('"bb"', '"bc"', 1)):
         path.write_text(damaged)
         line = 3 if damaged == whole[:-30] else 2
-        assert len(tk.rollouts_of(tmp_path, 1)) == 2
+        assert len(ledger.rollouts_of(tmp_path, 1)) == 2
         assert f"step-000001.jsonl:{line}: is cut or was changed" in capsys.readouterr().err
         with pytest.raises(tk.Refusal, match=f"step-000001.jsonl:{line} is cut or was changed"):
             open_(accelerator, model, tmp_path / "b", source=tmp_path)
     path.write_text(whole)
-    assert len(tk.rollouts_of(tmp_path, 1)) == 4
+    assert len(ledger.rollouts_of(tmp_path, 1)) == 4
     assert not capsys.readouterr().err
 
 
@@ -221,7 +221,7 @@ def test_a_step_of_which_nothing_is_taken_is_named(tmp_path: Path, capsys: pytes
     """Fails when: `rollouts_of` warns of lines that are damaged alone."""
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts/step-000001.jsonl").write_text(text)
-    assert tk.rollouts_of(tmp_path, 1) == []
+    assert ledger.rollouts_of(tmp_path, 1) == []
     assert "step-000001.jsonl: its first line" in capsys.readouterr().err
 
 
@@ -229,4 +229,4 @@ def test_a_step_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     """Fails when: an OSError goes through `read_step`."""
     (tmp_path / "rollouts/step-000001.jsonl").mkdir(parents=True)
     with pytest.raises(tk.Refusal, match=r"step-000001\.jsonl: can't be read"):
-        tk.rollouts_of(tmp_path, 1)
+        ledger.rollouts_of(tmp_path, 1)

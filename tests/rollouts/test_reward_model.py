@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import toolkit as tk
 from tests.rollouts.rollouts_of import rollouts_of
 from toolkit.config import Refusal
+from toolkit.losses.reward import pair_rewards
 from toolkit.rollouts.rewards import Reward, load_rewards
 from toolkit.rollouts.rollout import Rollout
 from toolkit.rollouts.scoring import score_rollouts
@@ -93,7 +94,7 @@ def test_rewards_are_those_that_its_own_training_computes(tokenizer: Any, tmp_pa
     assert reward[0].model is not None
     pairs = tk.collate_pairs(documents, layout="padded", pad_token_id=own.pad_token_id)
     with torch.no_grad():
-        chosen, rejected = tk.pair_rewards(reward[0].model.model, pairs)
+        chosen, rejected = pair_rewards(reward[0].model.model, pairs)
     rollouts = rollouts_of([({"prompt": "p"}, ["chosen", "rejected"])] * 2)
     for rollout in rollouts:
         document = documents[rollout.prompt]
