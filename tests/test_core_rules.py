@@ -61,3 +61,21 @@ def test_the_run_stays_below_300_lines() -> None:
     """Fails when: what `is_due` decides is written into `Run.due` again, with twenty lines of its own."""
     run = next(node for node in ast.parse(FILES["training/run.py"]).body if isinstance(node, ast.ClassDef) and node.name == "Run")
     assert run.end_lineno - run.decorator_list[0].lineno + 1 <= 300
+
+
+def test_private_names_were_seen_in_the_tested_versions_and_libraries_below_1_are_capped_at_a_minor() -> None:
+    """Fails when: constraints.txt has torch 2.14 and a compat.py was seen in 2.13, or pyproject.toml has typer below 1."""
+    root = PACKAGE.parent
+    tested = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M))
+    caps = dict(re.findall(r'"([\w-]+)>=[\d.]+,<([\d.]+)"', (root / "pyproject.toml").read_text()))
+    seen = set()
+    for name, text in FILES.items():
+        if name.endswith("compat.py"):
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            found = set(re.findall(r"(torch|transformers|accelerate|deepspeed|datasets|typer) (\d+\.\d+)", docstring.lower()))
+            assert found, name
+            seen |= found
+    for library, version in seen:
+        major, minor = map(int, version.split("."))
+        assert tested[library] == version
+        assert caps[library] == (f"{major + 1}" if major else f"0.{minor + 1}"), library

@@ -1,6 +1,6 @@
 """Names of Typer that are not public: how a parameter is converted, and a Typer app's commands before they are built.
 
-Seen in 0.29; tests/cli/test_compat.py fails when they move.
+Seen in Typer 0.29; tests/cli/test_compat.py fails when they move.
 """
 
 import os

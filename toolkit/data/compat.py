@@ -1,6 +1,6 @@
 """Names of datasets that are not public: the fingerprint of rows, and what a stream reads its rows from, with its state.
 
-tests/data/test_compat.py and tests/data/sources/test_file_streams.py fail when they move (5.2).
+Seen in datasets 5.2; tests/data/test_compat.py and tests/data/sources/test_file_streams.py fail when they move.
 """
 
 from __future__ import annotations

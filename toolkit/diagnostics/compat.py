@@ -1,7 +1,7 @@
 """Names of other libraries that are not public, which commands need that look at a recipe; tests/diagnostics/test_compat.py
 fails when one moves.
 
-Seen in torch 2.13 and transformers 5.23. The caps in pyproject.toml are their next versions in which names may move.
+Seen in torch 2.13 and transformers 5.23.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Names of other libraries that are not public, which the engines need; tests/distributed/test_compat.py fails when one moves.
 
-Seen in Accelerate 1.15, DeepSpeed 0.19.8, torch 2.13, transformers 5.23. The caps in pyproject.toml are their next versions in
-which names may move.
+Seen in Accelerate 1.15, DeepSpeed 0.19.8, torch 2.13, transformers 5.23.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names of other libraries that are not public, which models need; tests/models/test_compat.py fails when one moves.
 
-Seen in transformers 5.23 and torch 2.13. The caps in pyproject.toml are their next versions in which names may move.
+Seen in transformers 5.23 and torch 2.13.
 """
 
 from __future__ import annotations
