@@ -214,7 +214,7 @@ def test_a_filler_adds_nothing_to_the_reference_point() -> None:
     expected = float(tk.estimate_kl(run.accelerator, run.model, next(run.train.batches()), run.mismatched))
     found = 0.0
     for rank in range(2):
-        batch = next(replace(run.train, rank=rank, world_size=2).batches())
+        batch = next(replace(run.train, data_rank=rank, num_data_ranks=2).batches())
         unclamped = tk.estimate_kl(run.accelerator, run.model, batch, run.mismatched)
         found += float(unclamped)  # every rank's part is above 0 here
     assert not all(batch.real)

@@ -74,7 +74,7 @@ def masked_token_baselines(
     if evaluation is None or not hasattr(tokenized["train"], "__len__"):
         return {}
     train = _tokens(tokenized["train"])
-    whole = replace(evaluation, rank=0, world_size=1, workers=0)
+    whole = replace(evaluation, data_rank=0, num_data_ranks=1, workers=0)
     labels = np.concatenate([batch.micro_batches[0]["labels"].numpy().ravel() for batch in whole])
     hidden = labels[labels != IGNORED]
     counted = train[~np.isin(train, special_ids(tokenizer))]

@@ -181,9 +181,9 @@ def _plan_of(seen: Seen) -> Plan:
     name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
     return Plan(
         parts, ledger.peak_phase, seen.process, heap, name, trained + frozen, trained, in_evaluation,
-        seen.micro_batch_size, -(-seen.update_size // (seen.micro_batch_size * loader.world_size)),
+        seen.micro_batch_size, -(-seen.update_size // (seen.micro_batch_size * loader.num_data_ranks)),
         _tokens(seen.longest.micro_batches[0]) if seen.longest else 0, seen.examples, loader.num_steps,
-        loader.world_size, seen.engine, seen.precision, notes,
+        loader.num_data_ranks, seen.engine, seen.precision, notes,
     )  # fmt: skip
 
 

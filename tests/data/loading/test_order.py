@@ -9,7 +9,7 @@ from toolkit.data.loading.order import cut_step, epoch_order, hash_numbers, plan
 
 def steps_of_all_ranks(world_size: int, micro: int, **kwargs: int) -> list[list[int]]:
     """The examples that count in each step, over all ranks, put back into the order of the global batch."""
-    per_rank = [list(plan_steps(micro_batch_size=micro, rank=r, world_size=world_size, **kwargs)) for r in range(world_size)]
+    per_rank = [list(plan_steps(micro_batch_size=micro, data_rank=r, num_data_ranks=world_size, **kwargs)) for r in range(world_size)]
     steps = []
     for plans in zip(*per_rank, strict=True):
         assert len({len(plan.pieces) for plan in plans}) == 1  # the same number of forward passes on every rank

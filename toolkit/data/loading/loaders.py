@@ -99,8 +99,8 @@ class TrainLoader:
     global_batch_size: int
     examples_to_consume: int
     fingerprint: str
-    rank: int = 0
-    world_size: int = 1
+    data_rank: int = 0
+    num_data_ranks: int = 1
     workers: int = 0
     order: Order = epoch_order
     augment: Augment | None = None
@@ -150,8 +150,8 @@ class TrainLoader:
 
     def _plans(self, position: int, size: int) -> Iterator[StepPlan]:
         return plan_steps(
-            self.epoch_size, self.examples_to_consume, self.seed, position, size, self.micro_batch_size, self.rank,
-            self.world_size, self.order,
+            self.epoch_size, self.examples_to_consume, self.seed, position, size, self.micro_batch_size, self.data_rank,
+            self.num_data_ranks, self.order,
         )  # fmt: skip
 
     def _reader(self) -> _StepReader:
@@ -168,19 +168,19 @@ class EvalLoader:
     rows: Rows
     collate: Collate
     micro_batch_size: int
-    rank: int = 0
-    world_size: int = 1
+    data_rank: int = 0
+    num_data_ranks: int = 1
     workers: int = 0
     pin_memory: bool = False
     augment: Augment | None = None
     seed: int = 0  # of the augmentation
 
     def __len__(self) -> int:
-        return math.ceil(math.ceil(len(self.rows) / self.micro_batch_size) / self.world_size)
+        return math.ceil(math.ceil(len(self.rows) / self.micro_batch_size) / self.num_data_ranks)
 
     def __iter__(self) -> Iterator[Batch]:
         longest_first = np.argsort(-self.rows.lengths, kind="stable")
-        whole = cut_step([(0, int(i)) for i in longest_first], 0, self.micro_batch_size, self.rank, self.world_size)
+        whole = cut_step([(0, int(i)) for i in longest_first], 0, self.micro_batch_size, self.data_rank, self.num_data_ranks)
         plans = (StepPlan(0, len(piece), [(piece, real)], [i for _, i in piece]) for piece, real in whole.pieces)
         return _load(_StepReader(self.rows, self.collate, self.seed, self.augment), plans, self.workers, self.pin_memory)
 
@@ -233,18 +233,18 @@ def build_dataloaders(
             f"--dataloader-num-workers: this process may open {most} files, too few for loader processes. Type ulimit -n "
             f"{OPEN_FILES} before, or take --dataloader-num-workers 0."
         )
-    rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    data_rank, num_data_ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     pin_memory = accelerator is not None and accelerator.device.type == "cuda"
     for function, why in _UNPACKED:
         if config.packing and getattr(collate, "func", collate) is function:
             raise Refusal(f"--packing{why}")
     train_split, pack, pack_held_out = splits["train"], _packer(config), _packer(config, overlap=True)
     global_batch_size = config.global_batch_size or (
-        config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * num_data_ranks
     )
     common: dict[str, Any] = {
         "collate": collate, "seed": config.seed, "micro_batch_size": config.per_device_train_batch_size,
-        "global_batch_size": global_batch_size, "rank": rank, "world_size": world_size,
+        "global_batch_size": global_batch_size, "data_rank": data_rank, "num_data_ranks": num_data_ranks,
         "fingerprint": f"content-{fingerprint_of(train_split)}-{packing_name(config)}",
         "commits": commits_of_sources(config),
     }  # fmt: skip
@@ -260,7 +260,7 @@ def build_dataloaders(
         held_out = _map_style(splits["validation"])
         evaluation = EvalLoader(
             PackedRows(held_out, pack_held_out(column(held_out, "length"))) if pack_held_out else PlainRows(held_out),
-            collate, config.per_device_eval_batch_size, rank, world_size, config.dataloader_num_workers, pin_memory,
+            collate, config.per_device_eval_batch_size, data_rank, num_data_ranks, config.dataloader_num_workers, pin_memory,
             augment_evaluation, config.seed,
         )  # fmt: skip
     if is_stream:

@@ -96,11 +96,13 @@ class StepPlan:
     everyone: list[int]
 
 
-def cut_step(examples: list[tuple[int, int]], position: int, micro_batch_size: int, rank: int, world_size: int) -> StepPlan:
+def cut_step(
+    examples: list[tuple[int, int]], position: int, micro_batch_size: int, data_rank: int, num_data_ranks: int
+) -> StepPlan:
     """Cut a global batch, given as (epoch, example) pairs, into contiguous micro-batches and deal them to the ranks in turn."""
     cuts = [examples[i : i + micro_batch_size] for i in range(0, len(examples), micro_batch_size)]
-    per_rank = -(-len(cuts) // world_size)
-    mine = [cuts[i] if i < len(cuts) else None for i in range(rank, per_rank * world_size, world_size)]
+    per_rank = -(-len(cuts) // num_data_ranks)
+    mine = [cuts[i] if i < len(cuts) else None for i in range(data_rank, per_rank * num_data_ranks, num_data_ranks)]
     pieces = [(piece, True) if piece is not None else (examples[:1], False) for piece in mine]
     return StepPlan(position, len(examples), pieces, [example for _, example in examples])
 
@@ -127,8 +129,8 @@ def plan_steps(
     position: int,
     global_batch_size: int,
     micro_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    num_data_ranks: int = 1,
     order: Order = epoch_order,
 ) -> Iterator[StepPlan]:
     """The steps of a run from `position` on: the next N examples of the endless order of epochs, dealt to the ranks.
@@ -141,5 +143,5 @@ def plan_steps(
         epochs = range(position // num_examples, (end - 1) // num_examples + 1)
         orders = {e: orders[e] if e in orders else order(num_examples, seed, e) for e in epochs}
         examples = [(p // num_examples, int(orders[p // num_examples][p % num_examples])) for p in range(position, end)]
-        yield cut_step(examples, position, micro_batch_size, rank, world_size)
+        yield cut_step(examples, position, micro_batch_size, data_rank, num_data_ranks)
         position = end

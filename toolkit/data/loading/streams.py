@@ -37,8 +37,8 @@ class StreamLoader:
     examples_to_consume: int
     fingerprint: str
     pack: Callable[[np.ndarray], Packing] | None = None
-    rank: int = 0
-    world_size: int = 1
+    data_rank: int = 0
+    num_data_ranks: int = 1
     epoch_size: int | None = None
     commits: dict[str, str] = dataclasses.field(default_factory=dict)  # of datasets of the Hub
     augment: Augment | None = None
@@ -82,7 +82,7 @@ class StreamLoader:
             size = min(self.global_batch_size, self.examples_to_consume - position)
             taken = [self._augmented(row, place) for place, row in enumerate(islice(rows, size), position)]
             places = [(0, place) for place in range(position, position + size)]  # an example's number is its position
-            plan = cut_step(places, position, self.micro_batch_size, self.rank, self.world_size)
+            plan = cut_step(places, position, self.micro_batch_size, self.data_rank, self.num_data_ranks)
             pieces = [[document for _, place in piece for document in taken[place - position]] for piece, _ in plan.pieces]
             totals = _stream_totals([document for row in taken for document in row], size)
             batch = batch_of(plan, [self.collate(piece) for piece in pieces], totals, self.seed)
