@@ -43,12 +43,13 @@ def ranking_baselines(raw: Mapping[str, Dataset]) -> dict[str, float]:
     return baselines
 
 
-def bm25(counted: Sequence[str], words: Callable[[str], list[str]], k1: float = 1.2, b: float = 0.75) -> Callable[..., float]:
+def bm25(counted: Sequence[str], words: Callable[[str], list[str]]) -> Callable[..., float]:
     """The score of (query, document), with Lucene's weights of words, as found in the documents `counted`.
 
     Sum over the query's words w of log(1 + (N - n + 0.5) / (n + 0.5)) tf / (tf + k1 (1 - b + b |d| / mean |d|)), n of N
     documents having w (Robertson and Zaragoza 2009, https://doi.org/10.1561/1500000019).
     """
+    k1, b = 1.2, 0.75  # Lucene's
     lengths, seen_in = 0, Counter[str]()
     for text in counted:
         found = words(text)

@@ -16,9 +16,8 @@ Embed = Callable[[nn.Module, MicroBatch], torch.Tensor]
 
 
 def retrieval_metrics(
-    embed: Embed, most_texts: int, matryoshka_dims: Sequence[int] = (), at: Sequence[int] = (1, 10),
-    loss_of: Callable[..., float] | None = None,
-) -> Metrics:  # fmt: skip
+    embed: Embed, most_texts: int, matryoshka_dims: Sequence[int] = (), loss_of: Callable[..., float] | None = None
+) -> Metrics:
     """How well anchors find their positives among all documents of the split, each distinct text once.
 
     A document answers an anchor when some row has the two as anchor and positive: equal texts are one. They are compared by
@@ -33,7 +32,7 @@ def retrieval_metrics(
     def finalize(rows: dict[str, np.ndarray]) -> dict[str, float]:
         keys, is_there = rows["keys"], rows["is_there"] > 0
         loss = {"loss": loss_of(rows["vectors"], keys, is_there)} if loss_of else {}
-        return loss | _of_each_size(lambda vectors: _retrieval(vectors, keys, is_there, at), rows["vectors"], matryoshka_dims)
+        return loss | _of_each_size(lambda vectors: _retrieval(vectors, keys, is_there), rows["vectors"], matryoshka_dims)
 
     return Metrics(update=None, finalize=finalize, gather=_rows_of(embed, most_texts))
 
@@ -87,7 +86,7 @@ def _rows_of(embed: Embed, most_texts: int) -> Callable[[nn.Module, MicroBatch],
     return gather
 
 
-def _retrieval(vectors: np.ndarray, keys: np.ndarray, is_there: np.ndarray, at: Sequence[int]) -> dict[str, float]:
+def _retrieval(vectors: np.ndarray, keys: np.ndarray, is_there: np.ndarray) -> dict[str, float]:
     """Anchors are texts 0, positives texts 1, the rest hard negatives, which are documents of the corpus too."""
     _, first_anchor, anchor_of = np.unique(keys[:, 0], return_index=True, return_inverse=True)
     is_document = is_there.copy()
@@ -95,7 +94,7 @@ def _retrieval(vectors: np.ndarray, keys: np.ndarray, is_there: np.ndarray, at: 
     document_keys, first_document = np.unique(keys[is_document], return_index=True)
     relevant = np.stack([anchor_of, np.searchsorted(document_keys, keys[:, 1])], 1)
     anchors, documents = _unit(vectors[first_anchor, 0]), _unit(vectors[is_document][first_document])
-    return ranking_metrics(ranks_in_corpus(anchors, documents, np.unique(relevant, axis=0)), at)
+    return ranking_metrics(ranks_in_corpus(anchors, documents, np.unique(relevant, axis=0)))
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -50,10 +50,10 @@ class Job:
     include: tuple[Path, ...] = ()
 
 
-def name_of_job(recipe: Path, now: float | None = None) -> str:
+def name_of_job(recipe: Path) -> str:
     """A name that no other job has: the recipe's, the time, four random digits."""
     stem = re.sub("[^a-zA-Z0-9]+", "-", recipe.stem).strip("-") or "job"
-    when = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    when = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     ending = f"-{when}-{secrets.token_hex(2)}"
     return stem[: LONGEST_NAME - len(ending)].rstrip("-") + ending
 
