@@ -46,7 +46,7 @@ chaos: $(DEV) $(SDK)
 		tests/fuzz $(PYTEST)
 
 bench: $(DEV)
-	for each in sft dpo gkd reward tasks; do $(BIN)/python benchmarks/$$each.py --pairs $(or $(PAIRS),3) || exit 1; done
+	for each in sft lora pretrain dpo kto gkd reward tasks; do $(BIN)/python benchmarks/$$each.py --pairs $(or $(PAIRS),3) || exit 1; done
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python -m benchmarks.data --bytes 3e7 --pairs $(or $(PAIRS),3)
 	$(BIN)/python benchmarks/saving.py

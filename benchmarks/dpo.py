@@ -17,19 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from side_by_side import (
-    END,
-    OURS,
-    Comparison,
-    Shape,
-    Task,
-    compare,
-    first_step_callback,
-    our_settings,
-    random_lengths,
-    random_words,
-    trl_arguments,
-)
+from side_by_side import END, OURS, Comparison, Shape, Task, compare, our_settings, random_lengths, random_words, train_with_trl
 
 import toolkit as tk
 
@@ -122,7 +110,6 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
 
 
 def trl(task: Task, **settings: Any) -> dict[str, float]:
-    from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     class OnTokenizedPairs(DPOTrainer):
@@ -135,18 +122,8 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
             with task.watch.running():
                 return super()._precompute_ref_logps(*args)
 
-    if settings.get("per_device_train_batch_size") == 1:
-        settings["gradient_accumulation_steps"] = task.batch  # a step is of as many pairs, however they are cut
-
-    trainer = OnTokenizedPairs(
-        model=task.model,
-        args=DPOConfig(**trl_arguments(task, settings)),
-        train_dataset=task.rows().select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]),
-        processing_class=AutoTokenizer.from_pretrained(task.model),
-        callbacks=[first_step_callback(task.watch)],
-    )
-    with task.watch.running():
-        trainer.train()
+    rows = task.rows().select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
+    train_with_trl(task, OnTokenizedPairs, DPOConfig, rows, settings)
     return measured(task)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from flag_search import settings_of
 from sft import make_rows as tokenized_rows
-from side_by_side import OURS, Comparison, Shape, Task, compare, first_step_callback, our_settings, trl_arguments
+from side_by_side import OURS, Comparison, Shape, Task, compare, our_settings, train_with_trl
 
 import toolkit as tk
 
@@ -103,45 +103,30 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
 
 
 def trl(task: Task, **settings: Any) -> dict[str, float]:
-    """GKDTrainer. What a run of it asks first is the loss of its first step, which `logging_steps` has it say."""
-    from transformers import AutoTokenizer
+    """GKDTrainer."""
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    arguments = {"lmbda": 0.0, **_arguments(task, settings)}
-    trainer = GKDTrainer(
-        model=task.model, teacher_model=task.teacher, args=GKDConfig(**arguments), train_dataset=task.rows(),
-        processing_class=AutoTokenizer.from_pretrained(task.model), callbacks=[first_step_callback(task.watch)],
-    )  # fmt: skip
-    return _train(task, trainer, own=arguments["lmbda"] == 1.0)
+    settings = {"lmbda": 0.0, **settings}
+    return _train(task, GKDTrainer, GKDConfig, task.rows(), settings, own=settings["lmbda"] == 1.0)
 
 
 def distillation_trainer(task: Task, **settings: Any) -> dict[str, float]:
-    from transformers import AutoTokenizer
     from trl import DistillationConfig, DistillationTrainer
 
-    arguments = _arguments(task, {"beta": 0.5, "max_completion_length": NEW_TOKENS, **settings})
-    del arguments["max_length"]
-    trainer = DistillationTrainer(
-        model=task.model, teacher_model=task.teacher, args=DistillationConfig(**arguments),
-        train_dataset=task.rows().select_columns(["prompt"]), processing_class=AutoTokenizer.from_pretrained(task.model),
-        callbacks=[first_step_callback(task.watch)],
-    )  # fmt: skip
-    return _train(task, trainer, own=True)
+    def without_max_length(max_length: int, **arguments: Any) -> Any:
+        return DistillationConfig(**arguments)
+
+    settings = {"beta": 0.5, "max_completion_length": NEW_TOKENS, **settings}
+    return _train(task, DistillationTrainer, without_max_length, task.rows().select_columns(["prompt"]), settings, own=True)
 
 
-def _arguments(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
-    if settings.get("per_device_train_batch_size") == 1:
-        settings = {**settings, "gradient_accumulation_steps": task.batch}  # a step is of as many rows, however they are cut
+def _train(task: Task, trainer: Any, arguments: Any, rows: Any, settings: dict[str, Any], own: bool) -> dict[str, float]:
+    """Each step is logged, so that the first one's loss is known."""
     schedule = {"num_train_epochs": EPOCHS, "logging_steps": 1, "learning_rate": RATE}
-    return trl_arguments(task, {"teacher_model_init_kwargs": {"dtype": "float32"}, **schedule, **settings})
-
-
-def _train(task: Task, trainer: Any, own: bool) -> dict[str, float]:
-    with task.watch.running():
-        trainer.train()
-    rows = task.rows()
-    losses = [said["loss"] for said in trainer.state.log_history if "loss" in said]
-    return measured(task, NEW_TOKENS * len(rows) if own else sum(rows["supervised_tokens"]), losses[0])
+    settings = {"teacher_model_init_kwargs": {"dtype": "float32"}, **schedule, **settings}
+    train_with_trl(task, trainer, arguments, rows, settings, teacher_model=task.teacher)
+    tokens = NEW_TOKENS * len(rows) if own else sum(task.rows()["supervised_tokens"])
+    return measured(task, tokens, task.watch.logged["loss"])
 
 
 def all_stored(task: Task) -> dict[str, float]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import dpo
-from side_by_side import Comparison, Task, compare, first_step_callback, our_settings, trl_arguments
+from side_by_side import Comparison, Task, compare, our_settings, train_with_trl
 
 import toolkit as tk
 
@@ -65,26 +65,14 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
 
 
 def trl(task: Task, **settings: Any) -> dict[str, float]:
-    from transformers import AutoTokenizer
     from trl import RewardConfig, RewardTrainer
-
-    if settings.get("per_device_train_batch_size"):  # a step is of as many pairs, however they are cut
-        settings["gradient_accumulation_steps"] = task.batch // settings["per_device_train_batch_size"]
 
     def whole(row: dict[str, list[int]]) -> dict[str, Any]:
         chosen, rejected = (row["prompt_ids"] + row[f"{name}_ids"] for name in ("chosen", "rejected"))
         return {"chosen_ids": chosen, "rejected_ids": rejected, "length": max(len(chosen), len(rejected))}
 
     rows = task.rows()
-    trainer = RewardTrainer(
-        model=task.model,
-        args=RewardConfig(**trl_arguments(task, settings)),
-        train_dataset=rows.map(whole, remove_columns=rows.column_names),
-        processing_class=AutoTokenizer.from_pretrained(task.model),
-        callbacks=[first_step_callback(task.watch)],
-    )
-    with task.watch.running():
-        trainer.train()
+    train_with_trl(task, RewardTrainer, RewardConfig, rows.map(whole, remove_columns=rows.column_names), settings)
     return dpo.measured(task)
 
 

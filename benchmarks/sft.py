@@ -18,27 +18,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from side_by_side import (
-    END,
-    OURS,
-    Comparison,
-    Shape,
-    Task,
-    compare,
-    first_step_callback,
-    our_settings,
-    random_lengths,
-    random_words,
-    trl_arguments,
-)
+from side_by_side import END, OURS, Comparison, Shape, Task, compare, our_settings, random_lengths, random_words, train_with_trl
 
 import toolkit as tk
 
-PACKED_ROWS = "rows_of_a_step"  # in place of a number: the batch size that packed rows have
+PACKED_ROWS = "rows_of_a_step"  # in place of a number: how many packed rows a step has
 FLAGS: dict[str, dict[str, Any]] = {
     "float32": {"bf16": False},
     "no checkpointing": {"gradient_checkpointing": False},
-    "packing": {"packing": True, "per_device_train_batch_size": PACKED_ROWS},
+    "packing": {"packing": True, "per_device_train_batch_size": PACKED_ROWS, "gradient_accumulation_steps": 1},
     "padding-free": {"padding_free": True, "max_length": None},
     "lengths grouped": {"train_sampling_strategy": "group_by_length"},
     "one row at a time, accumulated": {"per_device_train_batch_size": 1},
@@ -56,8 +44,8 @@ BEST_FLAGS = {  # on a CPU as --search found them
 
 
 @dataclass(frozen=True)
-class Config(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.RunConfig):
-    """The settings of recipes/sft.py."""
+class Config(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.CausalLMConfig, tk.RunConfig):
+    """The settings of recipes/lora.py, which are those of sft.py and pretrain.py too."""
 
 
 def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.Generator) -> dict[str, list[Any]]:
@@ -73,9 +61,9 @@ def make_rows(shape: Shape, share: float, count: int, random_numbers: np.random.
 
 
 def packed_rows_of_a_step(task: Task) -> int:
-    """How many rows of the longest text's length hold as many tokens as the mean batch."""
+    """How many rows of the longest text's length hold as many tokens as the mean batch; in a check as many as there may be."""
     lengths = task.rows()["length"]
-    return max(1, round(task.batch * sum(lengths) / len(lengths) / task.shape.longest))
+    return len(lengths) if task.is_check else max(1, round(task.batch * sum(lengths) / len(lengths) / task.shape.longest))
 
 
 def measured(task: Task, model: Any) -> dict[str, float]:
@@ -103,7 +91,7 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
     })  # fmt: skip
     accelerator = tk.build_accelerator(config)
     tokenizer = tk.load_tokenizer(config)
-    model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
+    model = tk.add_adapter(tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing), config, tokenizer)
     train, _ = tk.build_dataloaders(DatasetDict(train=task.rows()), tk.collate_packed, config, accelerator)
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -117,23 +105,16 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
     return measured(task, model)
 
 
-def trl(task: Task, **settings: Any) -> dict[str, float]:
-    from transformers import AutoTokenizer
+def of_packed_rows(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
+    rows = packed_rows_of_a_step(task)
+    return {name: rows if value == PACKED_ROWS else value for name, value in settings.items()}
+
+
+def trl(task: Task, peft_config: Any = None, **settings: Any) -> dict[str, float]:
     from trl import SFTConfig, SFTTrainer
 
-    if settings.get("per_device_train_batch_size") == 1:
-        settings = {**settings, "gradient_accumulation_steps": task.batch}  # a step is of as many rows, however they are cut
-    if settings.get("per_device_train_batch_size") == PACKED_ROWS:
-        settings = {**settings, "per_device_train_batch_size": packed_rows_of_a_step(task)}
-    trainer = SFTTrainer(
-        model=task.model,
-        args=SFTConfig(**trl_arguments(task, settings)),
-        train_dataset=task.rows().select_columns(["input_ids", "labels"]),
-        processing_class=AutoTokenizer.from_pretrained(task.model),
-        callbacks=[first_step_callback(task.watch)],
-    )
-    with task.watch.running():
-        trainer.train()
+    rows = task.rows().select_columns(["input_ids", "labels"])
+    trainer = train_with_trl(task, SFTTrainer, SFTConfig, rows, of_packed_rows(task, settings), peft_config=peft_config)
     return measured(task, trainer.model)
 
 

@@ -1,12 +1,14 @@
 """Two trainers side by side: the same model, rows, steps and precision, in turn, each run in a process of its own.
 
-`benchmarks/sft.py`, `dpo.py` and `gkd.py` say what the sides do; here is what they share. Models have random weights and rows
-random tokens: neither changes how long anything takes. Time is CPU time, which other processes on the machine disturb
-less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device cuda)
-it is the time that passes, for which nothing else may run. What is counted is
-training, and for preferences the reference model's work: not imports, not loading, not tokenizing, not the making of a
-trainer. All of these are in the time to the first step, which begins with the process. Under our seconds stands their floor
-(`floor.py`): how much of them no other way to train could save.
+`benchmarks/sft.py`, `lora.py`, `pretrain.py`, `dpo.py`, `kto.py`, `reward.py` and `gkd.py` say what the sides do; here is what
+they share. Models have random weights and rows random tokens: neither changes how long anything takes. That the work is the
+same, --check shows: the loss of one step of the same rows in float32, and the norm of its gradient (of which torch's sum over
+a large table on a CPU misses up to 5e-4; ours is taken in rows). Time is CPU time, which other processes on the machine
+disturb less than the clock on the wall; with several --threads, which use CPU time while they wait, and on a GPU (--device
+cuda) it is the time that passes, for which nothing else may run. What is counted is training, and for preferences the
+reference model's work: not imports, not loading, not tokenizing, not the making of a trainer. All of these are in the time to
+the first step, which begins with the process. Under our seconds stands their floor (`floor.py`): how much of them no other way
+to train could save.
 """
 
 import argparse
@@ -72,7 +74,7 @@ SHAPES = {
 }  # fmt: skip
 SHAPES_OF = {"cpu": ("head-heavy", "body-heavy"), "cuda": ("qwen3-0.6b", "qwen3-1.7b")}
 UNTIMED_STEPS = {"cpu": 0, "cuda": 4}  # those that compile
-PROMPT_SHARES = {"1:1": 1 / 2, "4:1": 4 / 5}  # prompt : answer
+PROMPT_SHARES = {"1:1": 1 / 2, "4:1": 4 / 5, "0:1": 0.0}  # prompt : answer
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Stopwatch:
     before: float = 0.0
     first_step: float = 0.0
     steps: int = 0
+    logged: dict[str, float] = field(default_factory=dict)  # of the first step, where a trainer logs it
     recorder: Any = None  # of floor.py
     _since: float = 0.0
 
@@ -140,6 +143,7 @@ class Task:
     device: str
     batch: int  # examples in a step
     watch: Stopwatch
+    is_check: bool = False  # one step of all rows
 
     def rows(self) -> Any:
         from datasets import load_from_disk
@@ -180,10 +184,11 @@ class Comparison:
     ours_too: dict[str, Side] = field(default_factory=dict)  # shown below ours
     others: dict[str, Side] = field(default_factory=dict)  # that are run where --sides names them
     teacher_of: Callable[[Shape], Shape] | None = None  # of a distillation
+    ratios: tuple[str, ...] = ("1:1", "4:1")
 
-    def usual(self, device: str, float32: bool) -> list[str]:
+    def usual(self, with_floor: bool, float32: bool) -> list[str]:
         """The sides of a table, in its order."""
-        names = [OURS, *([OURS + ITS_FLOOR] if device == "cpu" else []), *self.ours_too, DEFAULTS, BEST]
+        names = [OURS, *([OURS + ITS_FLOOR] if with_floor else []), *self.ours_too, DEFAULTS, BEST]
         return [f"{name}{IN_FLOAT32}" for name in names] if float32 else names
 
     def side(self, name: str, device: str) -> Side:
@@ -198,7 +203,7 @@ class Comparison:
             return partial(self.peer, **precision)
         flags = self.best[device] if plain == BEST else plain.removeprefix("TRL, ")
         if not set(flags.split(" + ")) <= self.flags.keys():
-            known = ", ".join([*self.usual(device, False), *self.others, *(f"TRL, {each}" for each in self.flags)])
+            known = ", ".join([*self.usual(device == "cpu", False), *self.others, *(f"TRL, {each}" for each in self.flags)])
             sys.exit(f"--sides {name!r}: is none of {known}")
         return partial(self.peer, **settings_of(flags, self.flags), **precision)
 
@@ -214,12 +219,15 @@ def random_words(shape: Shape, count: int, random_numbers: np.random.Generator) 
 
 
 def first_step_callback(watch: Stopwatch) -> Any:
-    """Tells the stopwatch of each of a Trainer's steps."""
+    """Tells the stopwatch of each of a Trainer's steps, and what it logs of the first."""
     from transformers import TrainerCallback
 
     class StepDone(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             watch.step_done()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            watch.logged = watch.logged or logs
 
     return StepDone()
 
@@ -231,11 +239,12 @@ def compare(comparison: Comparison, description: str | None) -> None:
     parser.add_argument("--examples", type=int, help="rows to train on, once")
     parser.add_argument("--batch", type=int, help="examples in a step")
     parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
-    named_ones = ", ".join([*comparison.usual("cpu", False), *comparison.others])
+    named_ones = ", ".join([*comparison.usual(True, False), *comparison.others])
     sides_help = f"{named_ones}; two flags, as in `TRL, a + b`; SIDE{ITS_FLOOR}; SIDE{IN_FLOAT32}"
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help=sides_help)
     parser.add_argument("--flags", action="store_true", help="TRL's defaults, and next to them each of its flags alone")
     parser.add_argument("--search", action="store_true", help="finds TRL's best flags, one after the other")
+    parser.add_argument("--check", action="store_true", help="only compare the loss and the gradient's norm of one step")
     parser.add_argument("--float32", action="store_true", help="all sides in float32, not in bfloat16 as TRL's default is")
     parser.add_argument("--device", choices=[*SHAPES_OF], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -244,16 +253,21 @@ def compare(comparison: Comparison, description: str | None) -> None:
     settings = parser.parse_args()
     settings.examples = settings.examples or comparison.default_examples[settings.device]
     settings.batch = settings.batch or comparison.default_batch[settings.device]
+    if settings.check:
+        settings.examples, settings.pairs, settings.float32 = settings.batch, 1, True
     if settings.folder:
         _run_one(comparison, settings.sides[0], settings)
         return
     alone = [DEFAULTS, *(f"TRL, {name}" for name in comparison.flags)]
-    names = settings.sides or (alone if settings.flags else comparison.usual(settings.device, settings.float32))
+    usual = comparison.usual(settings.device == "cpu" and not settings.check, settings.float32)
+    names = settings.sides or (alone if settings.flags else usual)
     for name in names:
         comparison.side(_with_floor(name)[0], settings.device)
-    cells = [f"{shape}:{ratio}" for shape in SHAPES_OF[settings.device] for ratio in PROMPT_SHARES]
+    cells = [f"{shape}:{ratio}" for shape in SHAPES_OF[settings.device] for ratio in comparison.ratios]
     for cell in [settings.only] if settings.only else cells:
         results = _search(comparison, cell, settings) if settings.search else _measure(comparison, cell, names, settings)
+        if settings.check:
+            continue
         print(f"\n{_table(comparison, cell, results, settings)}", flush=True)
     print(f"\n{circumstances(settings)}")
 
@@ -294,7 +308,7 @@ def runs(comparison: Comparison, cell: str, settings: Any) -> Iterator[Callable[
             shutil.copytree(shared, own)  # of its own, so that no side finds what another one has cached next to the rows
             measured = _in_a_process(comparison.script, cell, name, own, settings)
             shutil.rmtree(own)
-            shown = {key: round(value, 2) for key, value in measured.items()}
+            shown = {key: round(value, 6 if settings.check else 2) for key, value in measured.items()}
             print(f"{cell}  {name}  {shown or 'failed'}", file=sys.stderr, flush=True)
             return [measured] if measured else []
 
@@ -340,7 +354,7 @@ def _in_a_process(script: str, cell: str, name: str, folder: Path, settings: Any
     if settings.ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.ranks)]
     command = [*start, script, "--folder", str(folder), "--only", cell, "--sides", name, "--device", settings.device]
-    command += ["--batch", str(settings.batch), "--threads", str(settings.threads)]
+    command += ["--batch", str(settings.batch), "--threads", str(settings.threads), *(["--check"] if settings.check else [])]
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_CACHE": str(folder / "cache"),
@@ -361,7 +375,7 @@ def _with_floor(name: str) -> tuple[str, bool]:
 def _run_one(comparison: Comparison, name: str, settings: Any) -> None:
     """One run; what it took goes out as the last line."""
     watch = Stopwatch(settings.device, settings.threads, UNTIMED_STEPS[settings.device])
-    task = Task(settings.folder, _cell(settings.only)[0], settings.device, settings.batch, watch)
+    task = Task(settings.folder, _cell(settings.only)[0], settings.device, settings.batch, watch, settings.check)
     plain, its_floor = _with_floor(name)
     side = comparison.side(plain, settings.device)
     if its_floor:
@@ -369,6 +383,11 @@ def _run_one(comparison: Comparison, name: str, settings: Any) -> None:
 
         recorder = watch.recorder = Recorder()
         print(f"\n{json.dumps({**side(task), 'seconds': recorder.seconds(), **recorder.held})}")
+        return
+    if settings.check:
+        side(task)
+        logged = watch.logged or json.loads(Path(task.output, "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+        print(f"\n{json.dumps({name: logged[name] for name in ('loss', 'grad_norm')} | {'steps': watch.steps})}")
         return
     measured = {**side(task), "seconds": task.watch.total(), "first step": task.watch.first_step}
     if os.environ.get("RANK", "0") != "0":
@@ -431,11 +450,27 @@ def circumstances(settings: Any) -> str:
 
 def trl_arguments(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
     """The arguments of every trainer of TRL here: where and how long; all else is its default."""
+    if "per_device_train_batch_size" in settings:  # a step is of as many rows, however they are cut
+        accumulated = max(1, task.batch // settings["per_device_train_batch_size"])
+        settings = {"gradient_accumulation_steps": accumulated, **settings}
     return {
         "output_dir": task.output, "per_device_train_batch_size": task.batch, "model_init_kwargs": {"dtype": "float32"},
         "num_train_epochs": 1, "max_length": task.shape.longest, "save_strategy": "no",
-        "report_to": "none", "use_cpu": task.device == "cpu", **settings,
+        "report_to": "none", "use_cpu": task.device == "cpu", **({"logging_steps": 1} if task.is_check else {}), **settings,
     }  # fmt: skip
+
+
+def train_with_trl(task: Task, trainer: Any, arguments: Any, rows: Any, settings: dict[str, Any], **more: Any) -> Any:
+    """Makes a trainer of TRL's on the task's model and these rows, and times its training; gives it back."""
+    from transformers import AutoTokenizer
+
+    made = trainer(
+        model=task.model, args=arguments(**trl_arguments(task, settings)), train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(task.model), callbacks=[first_step_callback(task.watch)], **more,
+    )  # fmt: skip
+    with task.watch.running():
+        made.train()
+    return made
 
 
 def our_settings(task: Task) -> dict[str, Any]:
