@@ -37,6 +37,7 @@ from toolkit.models.shapes import DIMENSIONS, begin_with_words, built_in_config,
 from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
 from toolkit.models.without_weights import builds_without_weights
 from toolkit.system.console import as_typed, first_line, first_of
+from toolkit.system.imports import imported_to_stay
 from toolkit.system.network import stay_offline_without_network
 from toolkit.system.nonfinite import describe_nonfinite
 
@@ -76,15 +77,16 @@ def load_model(
     adapter = config.model if is_adapter(config.model) else None
     if adapter:
         config = settings_of_base(config)
-    auto = getattr(transformers, auto_class)
     built_in = is_built_in(config.model)
-    model_config = built_in_config(config, tokenizer) if built_in else pretrained_config(config)
-    for name, value in head_settings.items():
-        setattr(model_config, name, value)
-    set_dropout(model_config, config.dropout, config.attention_dropout)
-    if isinstance(config, DataConfig):
-        check_context(model_config, config.max_length)
-    model_class = _model_class(auto, auto_class, model_config, config)
+    with imported_to_stay():
+        auto = getattr(transformers, auto_class)
+        model_config = built_in_config(config, tokenizer) if built_in else pretrained_config(config)
+        for name, value in head_settings.items():
+            setattr(model_config, name, value)
+        set_dropout(model_config, config.dropout, config.attention_dropout)
+        if isinstance(config, DataConfig):
+            check_context(model_config, config.max_length)
+        model_class = _model_class(auto, auto_class, model_config, config)
     if auto_class == "AutoModelForSequenceClassification" and model_config.is_encoder_decoder:
         _check_ends(tokenizer, config)
     is_undecided, packed = packed is None, _may_be_packed(model_config, model_class, config) if packed is None else packed

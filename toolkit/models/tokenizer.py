@@ -18,6 +18,7 @@ from toolkit.models.compat import compile_template
 from toolkit.models.shapes import check_config_files
 from toolkit.system.console import as_typed, first_line
 from toolkit.system.files import naming
+from toolkit.system.imports import imported_to_stay
 from toolkit.system.network import stay_offline_without_network
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ _TOKENIZER_FILES = (
 _UNUSED_TOKENS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|pad_token|>")
 
 
+@imported_to_stay()
 def load_tokenizer(config: ModelConfig, *, is_fast: bool = True) -> PreTrainedTokenizerFast:
     """The tokenizer of `config.tokenizer`, else the model's own; for a built-in shape one trained on the embedded corpus.
 

@@ -12,12 +12,14 @@ from toolkit.config.reading import values_of
 from toolkit.config.rules import check_made_in_code
 from toolkit.system.allocator import keep_few_primitives, keep_freed_memory
 from toolkit.system.console import say
+from toolkit.system.imports import imported_to_stay
 from toolkit.tracking.services import tracker_names
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, DeepSpeedPlugin
 
 
+@imported_to_stay()
 def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | None = None) -> Accelerator:
     """The `accelerate.Accelerator` for these settings; seeds every generator and checks that output_dir is free.
 

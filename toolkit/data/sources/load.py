@@ -21,6 +21,7 @@ from toolkit.data.sources.mixtures import (
     with_columns_of_chats,
 )
 from toolkit.system.console import quoted
+from toolkit.system.imports import imported_to_stay
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDatasetDict
@@ -42,7 +43,8 @@ def load_splits(config: DataConfig | str) -> DatasetDict | IterableDatasetDict:
     Raises:
         Refusal: no such source, split or column; a file that can't be read, with its line; a Hub that can't be reached.
     """
-    from datasets import DatasetDict, IterableDatasetDict
+    with imported_to_stay():
+        from datasets import DatasetDict, IterableDatasetDict
 
     config = DataConfig(dataset=config) if isinstance(config, str) else config
     sources = sources_of(config.dataset)
