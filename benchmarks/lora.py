@@ -7,10 +7,11 @@ The rows and the sides of `benchmarks/sft.py`, with an adapter of rank 32 on eve
 `recipes/lora.py` does, TRL what it does with that `LoraConfig` and its defaults, or with the flags that save work.
 """
 
+from functools import partial
 from typing import Any
 
 import sft
-from side_by_side import Comparison, Task, compare
+from side_by_side import OURS, Comparison, Task, compare
 
 RANK, ALPHA, LAYERS = 32, 64, "all-linear"
 FLAGS: dict[str, dict[str, Any]] = {
@@ -41,6 +42,7 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
 COMPARISON = Comparison(
     script=__file__,
     ours=ours,
+    ours_too={f"{OURS}, one row at a time": partial(ours, rows_at_once=1)},
     peer=trl,
     flags=FLAGS,
     best=dict.fromkeys(("cpu", "cuda"), BEST_FLAGS),

@@ -11,10 +11,11 @@ as transformers' example script of language modeling does, in TRL's precision: i
 --check compares whole texts.
 """
 
+from functools import partial
 from typing import Any
 
 import sft
-from side_by_side import Comparison, Task, compare, first_step_callback, trl_arguments
+from side_by_side import OURS, Comparison, Task, compare, first_step_callback, trl_arguments
 
 PER_STEP = {"per_device_train_batch_size": sft.PACKED_ROWS, "gradient_accumulation_steps": 1}
 FLAGS: dict[str, dict[str, Any]] = {
@@ -60,6 +61,7 @@ def trainer(task: Task, settings: dict[str, Any]) -> dict[str, float]:
 COMPARISON = Comparison(
     script=__file__,
     ours=ours,
+    ours_too={f"{OURS}, one row at a time": partial(ours, rows_at_once=1)},
     peer=peer,
     flags=FLAGS,
     best=dict.fromkeys(("cpu", "cuda"), BEST_FLAGS),
