@@ -40,6 +40,7 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "sft-adamw": ("sft", [*_MODEL, *_ADAMW]),
     "sft-bf16": ("sft", [*_MODEL, *_BF16, *_ADAMW]),
     "sft-bf16-weights": ("sft", [*_MODEL, *_BF16, *_ADAMW, "--dtype", "bfloat16"]),
+    "sft-rounded": ("sft", [*_MODEL, *_ADAMW, "--dtype", "bfloat16", "--stochastic-rounding"]),
     "sft-qwen3": ("sft", [*_MODEL, *_QWEN]),
     "sft-qwen3-bf16-long": ("sft", [*_MODEL, *_QWEN, *_BF16, "--max-length", "1024"]),
     "sft-padded": ("sft", [*_MODEL, *_PADDED]),

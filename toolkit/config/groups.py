@@ -205,6 +205,10 @@ class OptimConfig(IncidentConfig):
         choices=("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "nadam", "radam", "rmsprop", "adagrad", "muon",
                  "adamw_bnb_8bit", "lion_32bit", "lion_8bit"), on_resume="fixed",
     )
+    stochastic_rounding: bool = setting(
+        False, "Round updated weights in bfloat16 (--dtype) at random, so that small updates are kept on average.",
+        on_resume="fixed",
+    )
     learning_rate: float = setting(5e-5, "Highest learning rate.", above=0.0, on_resume="fixed")
     lr_scheduler_type: str = setting(
         "cosine", "How the rate falls, as a function of progress.",

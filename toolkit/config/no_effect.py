@@ -48,6 +48,7 @@ _ROWS: tuple[NoEffect | tuple[tuple[str, ...], Callable[..., Any], str], ...] = 
     needs(("adam_beta1", "adam_beta2"), "optim", *WITH_BETAS),
     needs("adam_epsilon", "optim", *WITH_ADAM),
     needs("momentum", "optim", *WITH_MOMENTUM),
+    needs("stochastic_rounding", "dtype", "bfloat16", "auto"),
     (("max_nonfinite_steps",), lambda nonfinite: nonfinite == "stop",
      "with {nonfinite}, which stops at the first one: leave it out."),
     (("class_weights", "label_smoothing_factor"), lambda problem_type: problem_type == "regression",

@@ -247,11 +247,11 @@ def check_types(record: Record, config: Settings) -> Outcome:
         change = "Leave the type to tk.load_model; half precision in computing alone is --bf16."
         findings.append(Finding("types", what, change, record.optimizer_where))
     lost = record.updates[-2].unchanged if len(record.updates) > 1 and max(record.updates[-2].rates) > 0 else 0.0
-    if kinds & {"bfloat16", "float16"} and lost > 0.5:
+    if kinds & {"bfloat16", "float16"} and lost > 0.5 and not values_of(config).get("stochastic_rounding"):
         what = (
             f"{lost:.0%} of the weights with a gradient were left as they were by an update: it is smaller than their rounding."
         )
-        change = "Train float32 weights with --bf16 in place of --dtype bfloat16."
+        change = "Train float32 weights with --bf16 in place of --dtype bfloat16, or bfloat16 ones with --stochastic-rounding."
         findings.append(Finding("types", what, change, record.optimizer_where))
     low = {str(kind).removeprefix("torch.") for kind in record.loss_types if kind in (torch.bfloat16, torch.float16)}
     if low:

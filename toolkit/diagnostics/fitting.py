@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from toolkit.config import Settings
+from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.devices import Device, beyond_tensors
 from toolkit.diagnostics.plan import Plan
@@ -31,7 +32,8 @@ def needed(plan: Plan, device: Device) -> int:
 def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tuple[dict[str, Any], Plan]]:
     """Changed settings under which the run fits, each with its plan; first those that cost least time.
 
-    A smaller micro-batch and recomputed activations give the same gradients; bf16 rounds, and an adapter trains something else.
+    A smaller micro-batch and recomputed activations give the same gradients; bf16 rounds, also weights, and an adapter trains
+    something else.
     Where it is the evaluation that needs too much, its batches are halved too.
     """
     found = 0
@@ -58,16 +60,25 @@ def _candidates(config: Settings, device: Device) -> Iterator[dict[str, Any]]:
     half = {} if values.get("fp16") or (has_units if named is None else named) else {"bf16": True}
     again = {"gradient_checkpointing": True} if values.get("gradient_checkpointing") is False else {}
     adapter = {"use_peft": True, "dtype": "bfloat16"} if values.get("use_peft") is False and "dtype" in values else {}
+    rounded = {"dtype": "bfloat16", "stochastic_rounding": True} if _may_round(values) else {}
     smaller = size
     while smaller > 2:
         smaller = -(-smaller // 2)
         yield _split(values, smaller, size * count)
     tried: list[dict[str, Any]] = []
     for changes in (one, half, again, {**half, **again}, {**half, **one}, {**again, **one}, {**half, **again, **one},
-                    {**adapter, **half}, {**adapter, **half, **again}, {**adapter, **half, **again, **one}):  # fmt: skip
+                    rounded, {**rounded, **again, **one}, {**adapter, **half}, {**adapter, **half, **again},
+                    {**adapter, **half, **again, **one}):  # fmt: skip
         if changes and changes not in tried:
             tried.append(changes)
             yield changes
+
+
+def _may_round(values: dict[str, Any]) -> bool:
+    """Whether weights in float32 may be held in bfloat16: not on shards, nor by an optimizer with kernels of its own."""
+    shards = values.get("zero_stage") or values.get("fsdp") or values.get("deepspeed")
+    unlike = values.get("optim") in OF_BITSANDBYTES or values.get("fp16") or values.get("use_peft")
+    return "stochastic_rounding" in values and values.get("dtype") == "float32" and not (shards or unlike)
 
 
 def _split(values: dict[str, Any], size: int, whole: int) -> dict[str, Any]:

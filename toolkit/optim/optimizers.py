@@ -15,6 +15,7 @@ from toolkit.distributed.ranks import say_once
 from toolkit.optim.compat import devices_of_fused_kernels
 from toolkit.optim.muon import COEFFICIENTS, ITERATIONS, muon_step, sharded_muon_step
 from toolkit.optim.parameter_groups import Group, parameter_groups
+from toolkit.optim.rounding import StochasticRounding
 from toolkit.optim.schedules import build_schedule
 
 _OF_THE_RATES = frozenset({"learning_rate", "layer_lr_decay", "lr_patterns"})
@@ -42,6 +43,7 @@ def build_optimizer(
     with read_apart(config) as names:
         groups = parameter_groups(model, config, loraplus_lr_ratio)
         optimizer = _OPTIMIZERS[config.optim](groups, config, model)
+        optimizer = _for_half(optimizer, config.stochastic_rounding)
     note_made_of(optimizer, names)
     add_reads(config, names & _OF_THE_RATES)
     factor = build_schedule(config, num_steps)
@@ -54,6 +56,26 @@ def build_optimizer(
         return [rate * share for rate in highest]
 
     return optimizer, schedule
+
+
+def _for_half(optimizer: torch.optim.Optimizer, at_random: bool) -> torch.optim.Optimizer:
+    """The same where it trains no weights in bfloat16, else one that rounds them at random, or a warning that it doesn't."""
+    halves = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+    if not halves:
+        if at_random:
+            say_once("--stochastic-rounding changes nothing: no weights that are trained are in bfloat16")
+        return optimizer
+    if not at_random:
+        say_once(
+            "WARNING: weights are trained in bfloat16, and most of an update is lost where it is below a 512th of a weight. "
+            "--stochastic-rounding keeps it on average; --dtype float32 --bf16 keeps all of it"
+        )
+        return optimizer
+    distributed = torch.distributed
+    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
+        for parameter in halves:  # micro-batches add up in float32; DDP (torch 2.13) fails with gradients of another type
+            parameter.grad_dtype = torch.float32
+    return _loading_saved_types(StochasticRounding(optimizer))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -163,6 +185,8 @@ def _loading_saved_types(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
 
 def _build_bitsandbytes(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     instead = "Use --optim adamw_torch, or --optim adafactor for less memory."
+    if config.stochastic_rounding:
+        raise Refusal(f"--optim {config.optim} updates weights in kernels of its own, without --stochastic-rounding. {instead}")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise Refusal(f"--optim {config.optim} needs the library bitsandbytes: pip install bitsandbytes. {instead}")
     if not torch.cuda.is_available():

@@ -177,7 +177,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any
         return None
     given = getattr(optimizer, "defaults", {})
     defaults = {name: value for name, value in given.items() if value is not None and value is not False}
-    return {"class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "defaults": defaults}
+    inner = getattr(optimizer, "inner", None)  # of one that rounds at random
+    kind = type(optimizer if inner is None else inner)
+    rounding = {} if inner is None else {"rounding": "stochastic"}
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "defaults": defaults, **rounding}
 
 
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

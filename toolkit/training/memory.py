@@ -13,6 +13,7 @@ from toolkit.data.loading.order import seed_micro_batch
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import largest
 from toolkit.optim.muon import workspace
+from toolkit.optim.rounding import StochasticRounding
 from toolkit.system.console import say
 from toolkit.system.free_memory import free_memory, memory_held
 from toolkit.training.step import LossFn, to_device
@@ -125,7 +126,8 @@ def _fits(
     try:
         if not plain.state:  # it makes its moments in its first step; Muon has one, Adam two
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            reserved = [torch.empty_like(p) for p in trained for _ in range(1 if id(p) in with_one else 2)]
+            wider = 2 if isinstance(plain, StochasticRounding) else 1  # moments in float32 of weights in bfloat16
+            reserved = [torch.empty_like(p) for p in trained for _ in range(wider * (1 if id(p) in with_one else 2))]
         seed_micro_batch(0)
         with accelerator.autocast():
             loss, _ = loss_fn(model, to_device(train.longest_micro_batch() or {}, accelerator.device), totals)

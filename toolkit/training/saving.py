@@ -16,6 +16,7 @@ from toolkit.config import Refusal
 from toolkit.distributed.engines import element_count, engine_of
 from toolkit.distributed.ranks import largest, on_all, on_main
 from toolkit.runs import directory as output
+from toolkit.system.allocator import give_back_memory
 from toolkit.system.json_lines import append_line, truncate_lines
 from toolkit.tracking.records import FILES
 from toolkit.training.anomalies import INCIDENTS
@@ -65,6 +66,7 @@ class Saver:
 
     def save(self, state: RunState, kept: Mapping[str, Any]) -> None:
         """Write a checkpoint of this moment, or begin to; `report` shows how it went. All ranks call it."""
+        give_back_memory()  # between steps, where little is in use: what a long run leaves free in pieces
         if not self.shards:
             self.save_alone(state, kept)
             self.accelerator.wait_for_everyone()

@@ -47,6 +47,11 @@ def check_engine(choice: EngineChoice, config: RunConfig, *, in_code: bool = Fal
         raise Refusal(f"{choice.title} needs the library DeepSpeed: pip install deepspeed.{instead}")
     if reason := _UNSHARDED_ONLY.get(settings.get("optim", "")):
         raise Refusal(f"--optim {settings['optim']} with {choice.title}: {reason}. Take --optim adamw_torch, or muon.")
+    if settings.get("stochastic_rounding"):
+        raise Refusal(
+            f"--stochastic-rounding with {choice.title}: not proven on shards. Take --bf16 and --dtype float32, whose updates "
+            "are not rounded."
+        )
     devices = [look_up(choice.deepspeed, f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")]
     if "nvme" in devices:
         without = {"save_strategy": "no", "load_best_model_at_end": False, "optim": "adamw_torch"}
