@@ -34,6 +34,8 @@ _ADAMW, _PADDED = ["--optim", "adamw_torch"], ["--no-packing"]
 _SPLIT = ["--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "4"]
 _COMPLETIONS = ["--per-device-train-batch-size", "128"]
 _FEW = [*_WIDE, "--max-train-examples", "200"]
+# In another type than the file's, whose float32 embedding would hold all of it mapped: 22 MB that nobody needs.
+_IN_4_BITS = ["--model", "a language model", "--load-in-4bit", "--dtype", "bfloat16"]
 _TAUGHT = [*_FEW, "--teacher", "a language model"]  # made where the benchmark runs
 CELLS: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", _MODEL),
@@ -59,6 +61,8 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "lora-bf16-weights": ("lora", [*_WIDE, *_BF16, "--dtype", "bfloat16"]),
     "lora-recomputed": ("lora", [*_WIDE, *_CKPT]),
     "lora-padded": ("lora", [*_WIDE, *_PADDED]),
+    "lora-4-bit": ("lora", [*_IN_4_BITS, *_BF16]),
+    "lora-4-bit-nested": ("lora", [*_IN_4_BITS, *_CKPT, "--bnb-4bit-use-double-quant"]),
     "lora-dora": ("lora", [*_WIDE, "--use-dora"]),
     "lora-full-rank": ("lora", [*_WIDE, "--lora-r", "64"]),
     "dpo": ("dpo", _MODEL),

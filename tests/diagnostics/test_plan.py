@@ -142,7 +142,7 @@ def test_documents_that_are_not_computed_hold_as_many_bytes(dropout: float, reco
 
 @pytest.mark.parametrize(
     "cell",
-    ["accelerated", *(pytest.param(each, marks=pytest.mark.slow) for each in ("accelerated-evaluated", "dpo-lora", "embedding", "accelerated-fsdp", "ppo", "distill"))],
+    ["accelerated", *(pytest.param(each, marks=pytest.mark.slow) for each in ("accelerated-evaluated", "dpo-lora", "embedding", "accelerated-fsdp", "ppo", "distill", "lora-4-bit-nested"))],
 )
 def test_the_plan_is_what_the_allocator_holds_when_the_steps_are_taken(cell: str) -> None:
     """Within a hundredth of torch's own record of its allocations. benchmarks/RESULTS.md has more cells.

@@ -18,6 +18,7 @@ from torch.func import functional_call
 import toolkit as tk
 from toolkit.config import Refusal
 from toolkit.models.lora import target_modules
+from toolkit.models.without_weights import without_weights
 from toolkit.optim.parameter_groups import parameter_groups
 
 CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
@@ -361,6 +362,23 @@ def test_weights_in_4_bits_take_a_gradient_through_them_after_an_evaluation_too(
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_in_4_bits_without_weights_have_the_sizes_of_real_ones(tmp_path: Path, nested: bool) -> None:
+    """Parameters, and what lies next to those in 4 bits. Fails when: a byte holds one number, or the head is packed too."""
+    config = on_directory(base_directory(tmp_path), load_in_4bit=True, bnb_4bit_use_double_quant=nested)
+    real = tk.load_model(CAUSAL, config)
+    with without_weights():
+        planned = tk.load_model(CAUSAL, config)
+    sizes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (planned, real)]
+    assert sizes[0] == sizes[1]
+    for name, layer in real.named_modules():
+        if state := getattr(getattr(layer, "weight", None), "quant_state", None):
+            beside = [state.absmax, state.state2.absmax] if nested else [state.absmax]
+            found = dict(planned.get_submodule(name).named_buffers())
+            assert [(b.shape, b.dtype) for b in found.values()] == [(each.shape, each.dtype) for each in beside]
+            assert planned.get_submodule(name).weight.quant_state.shape == state.shape
 
 
 # ------------------------------------------------------------------------------------------------------- what is written, and read

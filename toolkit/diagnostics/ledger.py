@@ -169,7 +169,10 @@ def as_fake(model: nn.Module) -> nn.Module:
                         continue
                     if id(old) not in made:
                         new: torch.Tensor = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-                        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new, old
+                        if isinstance(old, nn.Parameter):
+                            new = nn.Parameter(new, old.requires_grad)
+                            vars(new).update(vars(old))  # of a weight in 4 bits, what is packed in it
+                        made[id(old)] = new, old
                     table[name] = made[id(old)][0]
     return model
 

@@ -150,8 +150,6 @@ def check_plannable(config: Settings) -> None:
     values = values_of(config)
     if "teacher" in values and not values["teacher"] and not values.get("self_distillation"):
         raise Refusal("--teacher: no plan of one that is trained first, where none is named. Give the directory of a model.")
-    if values.get("load_in_4bit"):
-        raise Refusal("--load-in-4bit: no plan of weights in 4 bits. Plan it with --dtype bfloat16: it needs less than that.")
     if values.get("streaming"):
         raise Refusal("--streaming: no plan of a stream, whose longest example nobody knows. Plan it with a part of its data.")
 
@@ -168,7 +166,7 @@ def _plan_of(seen: Seen) -> Plan:
     heap = seen.before + ledger.heap.peak - ledger.heap.start if ledger.heap and not ledger.heap.is_refused else None
     model = next(model for model in seen.models if any(p.requires_grad for p in model.parameters()))
     trained, frozen = (
-        sum(element_count(p) for p in model.parameters() if p.requires_grad == wanted) for wanted in (True, False)
+        sum(_numbers(p) for p in model.parameters() if p.requires_grad == wanted) for wanted in (True, False)
     )
     in_evaluation = seen.peak_of_steps is not None and ledger.peak > seen.peak_of_steps
     notes = list(seen.notes)
@@ -185,6 +183,11 @@ def _plan_of(seen: Seen) -> Plan:
         _tokens(seen.longest.micro_batches[0]) if seen.longest else 0, seen.examples, loader.num_steps,
         loader.num_data_ranks, seen.engine, seen.precision, notes,
     )  # fmt: skip
+
+
+def _numbers(parameter: torch.nn.Parameter) -> int:
+    packed = getattr(parameter, "quant_state", None)  # in 4 bits
+    return element_count(parameter) if packed is None else packed.shape.numel()
 
 
 def _tokens(micro_batch: Mapping[str, Any]) -> int:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import importlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from toolkit.diagnostics.one_rank import exchanged
 from toolkit.diagnostics.planned_layers import PlannedLayers
 from toolkit.diagnostics.planned_rollouts import PlannedRollouts
 from toolkit.diagnostics.planned_teachers import replace_teachers
+from toolkit.diagnostics.planned_weights import product
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.models import load
@@ -104,6 +106,9 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
         replace.attribute(load, "check_compiler", lambda *_: None)
         replace.attribute(run, "report_incident", lambda *_: None)  # of losses without a value, with all rows of a step
         replace.attribute(products_of_experts(), "_can_use_grouped_mm", _has_fake_kernel)
+        if values.get("load_in_4bit"):
+            bitsandbytes = importlib.import_module("bitsandbytes")
+            replace.attribute(bitsandbytes, "matmul_4bit", lambda _, *given, **named: product(*given, **named))
         seen.layers.replace(replace)
         replace.attribute(Accelerator, "prepare", functools.partial(_prepared, seen))
         if "teacher" in values:

@@ -32,7 +32,7 @@ from toolkit.models.compat import class_for, commit_of, set_commit
 from toolkit.models.dropout import take_fast_dropout
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.models.loaded import Loaded, note_loaded
-from toolkit.models.quantization import in_4_bits, keep_gradients
+from toolkit.models.quantization import in_4_bits, keep_gradients, pack_shapes
 from toolkit.models.shapes import DIMENSIONS, begin_with_words, built_in_config, check_config_files, check_context, set_dropout
 from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
 from toolkit.models.without_weights import builds_without_weights
@@ -185,6 +185,8 @@ def _shapes(
     dtype = getattr(model_config, "dtype", None) or torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     with torch.device("meta"):
         model = auto.from_config(model_config, attn_implementation=attention, dtype=torch.float32).to(dtype)
+    if quantization := _in_4_bits(config):
+        pack_shapes(model, quantization)
     if is_built_in(config.model):
         return model, _modules_with_random_weights(model)
     if type(model).__name__ in (model_config.architectures or []):
@@ -192,12 +194,16 @@ def _shapes(
     return model, sorted({name.rpartition(".")[0] for name, _ in model.named_parameters() if not _is_in_body(model, name)})
 
 
+def _in_4_bits(config: ModelConfig) -> dict[str, Any]:
+    computed_in = {"bf16": "bfloat16", "fp16": "float16"}.get(settled_precision() or "no", "float32")
+    return in_4_bits(config, _device(config), computed_in) if isinstance(config, AdapterConfig) else {}
+
+
 def _pretrained_model(
     auto: Any, config: ModelConfig, model_config: PretrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model, in the commit that the config came from, and its modules with new weights; what is left out is printed."""
-    computed_in = {"bf16": "bfloat16", "fp16": "float16"}.get(settled_precision() or "no", "float32")
-    quantization = in_4_bits(config, _device(config), computed_in) if isinstance(config, AdapterConfig) else {}
+    quantization = _in_4_bits(config)
     check_no_adapter_inside(_name(config), config.model_revision)
     with _explained(config, auto.__name__):
         model, report = auto.from_pretrained(

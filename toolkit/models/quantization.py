@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from toolkit.config import AdapterConfig, Refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def in_4_bits(config: AdapterConfig, device: str, compute_dtype: str) -> dict[str, Any]:
@@ -37,6 +42,43 @@ def in_4_bits(config: AdapterConfig, device: str, compute_dtype: str) -> dict[st
     # Read where they will stay: accelerate does not move 4-bit weights from one device to another.
     where = torch.cuda.current_device() if device == "cuda" else "cpu"
     return {"quantization_config": quantization, "device_map": {"": where}}
+
+
+@dataclass(frozen=True)
+class PackedShape:
+    """What stands for bitsandbytes' `quant_state` where there are no weights: shape and type of what is packed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def pack_shapes(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """Give a model on the meta device the shapes that `from_pretrained` makes with the settings of `in_4_bits`, in place.
+
+    Two numbers of a linear layer lie in one byte; next to them lies the largest of each 64, in float32, or with
+    `bnb_4bit_use_double_quant` in one byte and a float32 for each 256 of those.
+    """
+    from bitsandbytes.nn import Linear4bit
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    dtypes = {name: module.weight.dtype for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quantizer = AutoHfQuantizer.from_config(settings["quantization_config"])
+    quantizer.preprocess_model(model=model, device_map=settings["device_map"])
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear4bit):
+            made: Any = layer.weight  # bitsandbytes' own kind of parameter
+            nested, kind, numbers = made.compress_statistics, made.quant_type, made.numel()
+            blocks, packed = -(-numbers // 64), torch.empty(-(-numbers // 2), 1, dtype=torch.uint8, device="meta")
+            state = PackedShape(layer.weight.shape, dtypes[name])
+            layer.weight = nn.Parameter(packed, requires_grad=False)
+            vars(layer.weight).update(quant_state=state, compress_statistics=nested, quant_type=kind)
+            beside = {"largest": torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32, device="meta")}
+            if nested:
+                beside["largest_of_those"] = torch.empty(-(-blocks // 256), device="meta")
+            for part, tensor in beside.items():
+                layer.register_buffer(part, tensor, persistent=False)
+    quantizer.postprocess_model(model)
+    keep_gradients(model)
 
 
 def keep_gradients(model: torch.nn.Module) -> None:
