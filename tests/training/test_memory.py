@@ -51,6 +51,19 @@ def test_the_estimate_is_more_than_a_step_keeps(name: str, length: int) -> None:
     assert 1.0 < estimate / held < 12.0
 
 
+def test_a_packed_row_counts_its_documents() -> None:
+    """As many short texts one below the other. Fails when: each token is taken to see the whole row, or the longest document."""
+    ids = torch.ones(4, 8, dtype=torch.long)
+    bounds = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)
+    packed = {"input_ids": ids.view(1, -1), "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8}
+    model = MODELS["llama"]()
+    assert memory.most_needed(model, packed) == memory.most_needed(model, {"input_ids": ids})
+    uneven = torch.tensor([0, 29, 30, 31, 32], dtype=torch.int32)
+    more = memory.most_needed(model, {**packed, "cu_seq_lens_q": uneven, "cu_seq_lens_k": uneven, "max_length_q": 29})
+    shape = model.config
+    assert more - memory.most_needed(model, packed) == 16 * shape.num_hidden_layers * shape.num_attention_heads * (29**2 + 3 - 256)
+
+
 @pytest.mark.parametrize(("free", "trials"), [(10**12, 0), (10**6, 1), (None, 1)])
 def test_nothing_is_tried_where_far_more_is_free(free: int | None, trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: every run is tried, or what is free counts as enough where it is unknown."""

@@ -146,7 +146,7 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, IncidentConfig, SeedConf
         None, "Stop after N evaluations without a better metric.", least=1, most=10**9, on_resume="free"
     )
     bf16: bool | None = setting(
-        None, "Compute in bfloat16 (autocast). Default: yes with --dtype float32 on a device with units for it.",
+        None, "Compute in bfloat16 (autocast). Default: yes with --dtype float32 on a device where it is faster.",
         on_resume="rounding",
     )
     fp16: bool = setting(False, "Compute in float16 with loss scaling (autocast).", on_resume="rounding")

@@ -26,7 +26,7 @@ def is_ampere(device: torch.device) -> bool:
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """Whether it multiplies bfloat16 faster than float32."""
+    """Whether it has units that multiply bfloat16 faster than float32."""
     kind = chosen_type(device)
     return multiplies_bf16(kind) if kind == device.type else is_ampere(device)
 

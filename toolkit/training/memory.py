@@ -100,13 +100,17 @@ def most_needed(model: nn.Module, micro_batch: MicroBatch) -> int | None:
     layers, width, heads = (getattr(shape, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     if not (texts and layers and width and heads):
         return None
-    longest = micro_batch.get("max_length_q") or max(text.shape[-1] for text in texts)
+    lengths = [[bounds.diff() for name, bounds in micro_batch.items() if name.endswith(f"cu_seq_lens_{side}")] for side in "qk"]
+    if len(lengths[0]) == len(lengths[1]) == len(texts):  # packed: a token sees its own document
+        seen = sum(int((asks.long() * asked).sum()) for asks, asked in zip(*lengths, strict=True))
+    else:
+        seen = sum(text.numel() for text in texts) * max(text.shape[-1] for text in texts)
     inner = max(getattr(shape, name, None) or 0 for name in _INNER) or 4 * width
     inner *= getattr(shape, "num_experts_per_tok", None) or 1
     layers += getattr(shape, "num_decoder_layers", None) or 0
-    of_token = layers * (24 * width + 6 * inner + 4 * heads * longest) + 3 * max(shape.vocab_size, width)
+    of_token = layers * (24 * width + 6 * inner) + 3 * max(shape.vocab_size, width)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return 4 * sum(text.numel() for text in texts) * of_token + 12 * trained
+    return 4 * (sum(text.numel() for text in texts) * of_token + 4 * layers * heads * seen) + 12 * trained
 
 
 def is_far_below(needed: int | None, device: torch.device) -> bool:
