@@ -406,6 +406,7 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("adam_beta2", "--optim adafactor", {"adam_beta2": 0.95, "optim": "adafactor"}, {"optim": "muon"}),
     ("adam_epsilon", "--optim lion_32bit", {"adam_epsilon": 1e-6, "optim": "lion_32bit"}, {"optim": "radam"}),
     ("momentum", "--optim adamw_torch", {"momentum": 0.9}, {"optim": "sgd"}),
+    ("stochastic_rounding", "--dtype float32", {"stochastic_rounding": True}, {"dtype": "bfloat16"}),
     ("max_nonfinite_steps", "--nonfinite stop", {"max_nonfinite_steps": 5, "nonfinite": "stop"}, {"nonfinite": "skip"}),
     ("class_weights", "regression", {"class_weights": [1.0], "problem_type": "regression"}, {"problem_type": "single_label"}),
     ("label_smoothing_factor", "regression", {"label_smoothing_factor": 0.1, "problem_type": "regression"},

@@ -182,7 +182,8 @@ def test_each_example_has_dropout_of_its_own(tmp_path: Path) -> None:
         batch = tk.collate_padded([row, row, row], PAD, layout=tk.choose_row_layout(model))
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "weight")}
         assert len(model(**inputs).logits[:, 0].unique()) == 3
-        assert len(model.eval()(**inputs).logits[:, 0].unique()) == 1
+        same = model.eval()(**inputs).logits[:, 0]
+        assert float((same - same[0]).abs().max()) < 1e-6  # places in a row of products are rounded each in their way
 
 
 def test_models_that_cannot_do_without_padding_are_padded_and_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ def what_the_run_is(card: Mapping[str, Any]) -> list[str]:
     processes, parameters, trained = layout["processes"], model["parameters"], model["trainable"]
     kind = {"bf16": "bfloat16", "fp16": "float16"}.get(layout["precision"], model["dtype"])
     half = f"{layout['precision']} over " if kind != model["dtype"] else ""
-    by_default = " (float32 with --no-bf16)" if half and kind == "bfloat16" and _is_chosen_by_device(card["settings"]) else ""
+    by_default = " (float32 with --no-bf16)" if layout["precision"] == "bf16" and _is_chosen_by_device(card["settings"]) else ""
     of_them = "all trained" if trained == parameters else f"{trained:,} trained"
     parts = [layout["micro_batch_size"], layout["gradient_accumulation_steps"], processes]
     unit = "packed row" if card["settings"].get("packing") else "example"
