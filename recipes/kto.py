@@ -75,6 +75,7 @@ def main(config: Config) -> tk.Summary:
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, any_kl, config)
 
     with tk.open_run(accelerator, config, model, optimizer, train, reference_made_of=reference.made_of) as run:
+        tk.keep_reference(run, reference, config)
         run.compare_with("eval_reward_auc", lambda: tk.unpaired_baselines(splits))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))

@@ -697,7 +697,7 @@ class Preferring(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.PreferenceCon
     use_cpu: bool = True
 
 
-@shows("build_reference", "sync_reference")
+@shows("build_reference", "keep_reference", "sync_reference")
 def a_reference() -> None:
     config = Preferring(output_dir="runs/dpo")
     splits = tk.tokenize_for_preference(preferences(), tokenizer(), config)
@@ -708,6 +708,7 @@ def a_reference() -> None:
     optimizer, _ = tk.build_optimizer(model, tk.OptimConfig(optim="adamw_torch"), num_steps=1)
     model, optimizer = accelerator().prepare(model, optimizer)
     with tk.open_run(accelerator(), config, model, optimizer, train) as run:
+        tk.keep_reference(run, reference, config)
         for batch in run:
             tk.sync_reference(run, reference, model, config)
             assert reference(model, batch.micro_batches[0]).chosen.shape == (len(batch.examples),)
@@ -745,7 +746,7 @@ def a_teacher() -> None:
     ema = replace(config, self_distillation="ema", ema_decay=0.0)
     itself, _, _ = tk.build_teacher(accelerator(), student, tokenizer(), ema, *loaders, teacher=None, max_length=64, packed=False)
     kept: dict[str, Any] = {}
-    tk.keep_teacher(SimpleNamespace(kept={}, keep=kept.__setitem__), itself)
+    tk.keep_teacher(SimpleNamespace(kept={}, keep=kept.__setitem__, saver=SimpleNamespace(on_rollback=[])), itself)
     student.model.norm.weight.data.add_(1.0)
     tk.update_teacher(itself, student)
     assert torch.equal(kept["teacher"]["model.norm.weight"], student.model.norm.weight)

@@ -173,6 +173,7 @@ from .preference.pair_layouts import choose_answer_layout as choose_answer_layou
 from .preference.reference import (
     build_reference as build_reference,
     estimate_kl as estimate_kl,
+    keep_reference as keep_reference,
     reference_logps as reference_logps,
     sync_reference as sync_reference,
 )

@@ -17,7 +17,7 @@ import toolkit as tk
 from toolkit.distributed.compat import forget_process_state
 from toolkit.losses.answer_logps import pair_logps
 from toolkit.preference import reference_cache
-from toolkit.preference.reference import build_reference, sync_reference
+from toolkit.preference.reference import build_reference, keep_reference, sync_reference
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -270,7 +270,11 @@ def test_a_synced_reference_is_the_stated_mixture_and_comes_back_after_a_resume(
                 parameter.add_(0.1)
     again = built(config)
     saved = {name: tensor.clone() for name, tensor in kept.items()}
-    state = SimpleNamespace(step=6, kept=saved, keep=saved.__setitem__)
+    state = SimpleNamespace(step=5, kept=saved, keep=saved.__setitem__)
+    keep_reference(state, again.reference, config)
+    for name, parameter in again.reference.frozen.named_parameters():
+        assert torch.equal(parameter, kept[f"reference.{name}"])
+    state.step = 6
     sync_reference(state, again.reference, again.model, config)
     for name, parameter in again.reference.frozen.named_parameters():
         assert torch.equal(parameter, kept[f"reference.{name}"])

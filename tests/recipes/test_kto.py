@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import toolkit as tk
+from toolkit import checkpoint as ckpt
 
 pytestmark = pytest.mark.warm
 
@@ -71,6 +72,28 @@ def test_a_run_does_not_go_on_with_another_reference(run_recipe: Any, rows: Path
     assert refused.code == 2, refused.err
     assert re.search(r"--model, .*reference.*--allow-change model", refused.err)
     assert run_recipe(recipe, *flags, "--resume", "--allow-change", "model").code == 0
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+def test_an_evaluation_that_is_made_up_for_has_the_reference_that_moved(run_recipe: Any, rows: Path, tmp_path: Path, recipe: str) -> None:
+    """After a resume, before its first step: the metrics of the evaluation that a deadline would have cut off. Fails when: the
+    reference is put back in the first step only (the line of `keep_reference` is missing)."""
+    pair = {"prompt": "Count:", "chosen": " 1 2", "rejected": " 2 1"}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({**pair, "prompt": f"Count {i}:"}) + "\n" for i in range(30)))
+    flags = ["--dataset", str(tmp_path / "pairs.jsonl"), *TINY, "--save-strategy", "steps", "--save-steps", "2", "--eval-strategy", "steps"]
+    flags += ["--max-steps", "4", "--eval-steps", "2", "--learning-rate", "0.01", "--beta", "0.5"]
+    flags += ["--sync-ref-model", "--ref-model-sync-steps", "1", "--warmup-steps", "0"]
+    assert run_recipe(recipe, *flags, "--stop-at-step", "2").code == 75
+    path = tmp_path / "out/checkpoints/step-2"
+    state = ckpt.load_checkpoint(path)
+    state.run["evaluation_is_owed"] = True
+    shutil.rmtree(path)
+    ckpt.save_checkpoint(path.parent, 2, state)
+    resumed = run_recipe(recipe, *flags, "--resume")
+    assert resumed.code == 0, resumed.err
+    losses = [event["eval_loss"] for event in resumed.metrics if event["step"] == 2 and "eval_loss" in event]
+    assert len(losses) == 2
+    assert losses[1] == losses[0]
 
 
 def test_a_saved_model_has_the_rewards_that_were_evaluated(run_recipe: Any, rows: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 import toolkit as tk
 from tests.training.test_run import Config, loss_fn, train, weights
 from toolkit import checkpoint as ckpt
+from toolkit.distillation.own_teacher import Average
+from toolkit.distillation.teacher import Teacher, keep_teacher, update_teacher
 from toolkit.system.interruptions import Interrupted
 from toolkit.system.json_lines import read_lines
 from toolkit.training.anomalies import Diverged
@@ -41,7 +43,7 @@ def spiking(*steps: int) -> dict[str, Any]:
 
 def test_a_rollback_ends_with_the_bits_of_a_run_whose_weights_were_put_back_by_hand(tmp_path: Path) -> None:
     """Also the moments, the applied steps, memory and kept tensors. Fails when: the optimizer is left as it is (`roll_back`
-    applies the state to the model alone), or recent losses keep the spike."""
+    applies the state to the model alone), recent losses keep the spike, or its step is logged with the checkpoint's rate."""
     saved: dict[str, Any] = {}
 
     def by_hand(run: tk.Run) -> None:
@@ -64,7 +66,10 @@ def test_a_rollback_ends_with_the_bits_of_a_run_whose_weights_were_put_back_by_h
     assert (run.step, run.state.applied, run.memory["seen"], counter.item()) == (74, 63, 64, 64)
     (record,) = read_lines(tmp_path / "run/incidents/rollbacks.jsonl")
     assert record == {"step": SPIKE, "weights_of_step": SAVED, "first_example": 6 * SAVED, "end_example": 6 * SPIKE}
-    assert [event["step"] for event in read_lines(tmp_path / "run/metrics.jsonl")] == list(range(1, 75))
+    events = read_lines(tmp_path / "run/metrics.jsonl")
+    assert [event["step"] for event in events] == list(range(1, 75))
+    rates = [event["learning_rate"] for event in read_lines(tmp_path / "by_hand/metrics.jsonl")]
+    assert [event["learning_rate"] for event in events] == rates
     assert max(run.state.recent_losses) < 10
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["rollbacks"], summary["loss_spikes"]) == (1, 1)
@@ -100,6 +105,27 @@ def test_a_rollback_that_a_crash_undid_is_done_and_recorded_once(tmp_path: Path)
     for name in ("loss_spikes", "rollbacks"):
         (record,) = read_lines(tmp_path / f"run/incidents/{name}.jsonl")
         assert record["step"] == SPIKE
+
+
+def test_a_teacher_in_half_precision_goes_back_with_its_averages(tmp_path: Path) -> None:
+    """Its model has the averages before each step. Fails when: nothing is in `on_rollback`, or `roll_back` does not call it."""
+    teachers: list[Teacher] = []
+
+    def build(run: tk.Run) -> None:
+        teachers.append(Teacher(lambda *_: torch.zeros(()), None, Average(copy.deepcopy(run.model).bfloat16(), 0.5)))
+        keep_teacher(run, *teachers)
+
+    spiked = spiking(SPIKE)
+
+    def before_step(run: tk.Run) -> None:
+        spiked["before_step"](run)
+        (average,) = [teacher.average for teacher in teachers]
+        for name, parameter in average.model.named_parameters():
+            assert torch.equal(parameter, average.means[name].bfloat16()), run.step
+        update_teacher(*teachers, run.model)
+
+    _, run = train(settings(tmp_path / "run"), step_loss=spiked["step_loss"], before_step=before_step, before_training=build)
+    assert run.state.rollbacks == [[SPIKE, SAVED]]
 
 
 def test_a_loss_that_jumps_again_and_again_from_one_checkpoint_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -171,7 +171,7 @@ def _untrained(run: Path, saved: State, checkpoint: Path, into: Path, name: str)
     with Replacements() as replace:
         for each in ("open_run", "build_reference", "reference_logps", "connect_server", "load_rewards"):
             replace.public(each, lambda *_, **__: _Nothing())
-        for each in ("load_best", "save_to_hub", "keep_teacher"):
+        for each in ("load_best", "save_to_hub", "keep_teacher", "keep_reference"):
             replace.public(each, lambda *_, **__: None)
         replace.public("build_teacher", lambda build, accelerator, model, tokenizer, config, *given, **__: (_Nothing(), *given))
         replace.public("fit_micro_batch", lambda fit, accelerator, model, optimizer, train, *_: train)

@@ -48,7 +48,7 @@ class Average:
         """Take the averages that a checkpoint has kept."""
         for name, mean in self.means.items():
             mean.copy_(means[name])
-        self._into_model()
+        self.into_model()
 
     @torch.no_grad()
     def follow(self, student: nn.Module) -> None:
@@ -56,9 +56,11 @@ class Average:
         weights = dict(unwrapped(student).named_parameters())
         for name, mean in self.means.items():
             mean.lerp_(weights[name].to(mean.dtype), 1 - self.decay)
-        self._into_model()
+        self.into_model()
 
-    def _into_model(self) -> None:
+    @torch.no_grad()
+    def into_model(self) -> None:
+        """Give the model the averages, where it has another type."""
         own = dict(self.model.named_parameters())
         for name, mean in self.means.items():
             if own[name].dtype != mean.dtype:

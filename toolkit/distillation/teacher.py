@@ -170,6 +170,7 @@ def keep_teacher(run: Run, teacher: Teacher) -> None:
         if "teacher" in run.kept:
             teacher.average.put_back(run.kept["teacher"])
         run.keep("teacher", teacher.average.means)
+        run.saver.on_rollback.append(teacher.average.into_model)
 
 
 def update_teacher(teacher: Teacher, student: nn.Module) -> None:

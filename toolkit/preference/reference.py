@@ -176,23 +176,29 @@ def reference_logps(
 
 
 @torch.no_grad()
+def keep_reference(run: Run, reference: Reference, config: ReferenceConfig) -> None:
+    """Put a reference that moves into every checkpoint; after a resume, take it from there. Called once, before evaluation."""
+    if not config.sync_ref_model or reference.frozen is None or reference.is_kept:
+        return
+    for name, parameter in unwrapped(reference.frozen).named_parameters():
+        parameter.copy_(run.kept.get(f"reference.{name}", parameter))
+        run.keep(f"reference.{name}", parameter)
+    reference.is_kept = True
+
+
+@torch.no_grad()
 def sync_reference(run: Run, reference: Reference, model: nn.Module, config: ReferenceConfig) -> None:
     """TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656): draw the reference toward the model every N steps.
 
         reference = alpha * model + (1 - alpha) * reference, alpha = `ref_model_mixup_alpha`, every `ref_model_sync_steps`
 
-    An alpha of 1 is the hard update. Called before each step. What the reference has become is part of every checkpoint, and
-    after a resume it is put back here.
+    An alpha of 1 is the hard update. Called before each step. What the reference has become is part of every checkpoint
+    (`keep_reference`).
     """
     if not config.sync_ref_model or reference.frozen is None:
         return
-    frozen = dict(unwrapped(reference.frozen).named_parameters())
-    if not reference.is_kept:
-        for name, parameter in frozen.items():
-            parameter.copy_(run.kept.get(f"reference.{name}", parameter))
-            run.keep(f"reference.{name}", parameter)
-        reference.is_kept = True
-    taken = run.step - 1
+    keep_reference(run, reference, config)  # of a recipe that didn't
+    frozen, taken = dict(unwrapped(reference.frozen).named_parameters()), run.step - 1
     if taken and taken % config.ref_model_sync_steps == 0:
         for name, parameter in unwrapped(model).named_parameters():
             frozen[name].lerp_(parameter.to(frozen[name].dtype), config.ref_model_mixup_alpha)

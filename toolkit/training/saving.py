@@ -63,6 +63,7 @@ class Saver:
         self.failed, self._seconds = 0, 0.0  # saves, and the run's seconds in training at the last one
         self.model_step: int | None = None  # whose weights the model has, once the best ones are loaded; None: the last step's
         self.on_saved: list[Callable[[Path], None]] = []  # called on the main process with each checkpoint that is on the disk
+        self.on_rollback: list[Callable[[], None]] = []  # called once kept tensors have been put back
 
     def save(self, state: RunState, kept: Mapping[str, Any]) -> None:
         """Write a checkpoint of this moment, or begin to; `report` shows how it went. All ranks call it."""
@@ -142,15 +143,20 @@ class Saver:
             self.say("WARNING: --loss-spike rollback: there is no checkpoint to go back to yet; training goes on")
             return None
         saved = on_all(self.accelerator, lambda: ckpt.load_checkpoint(path))
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         if self.shards:
             ckpt.apply_sharded_state(self.accelerator, saved, self.model, self.optimizer)
         else:
             scaler = self.accelerator.scaler
             on_all(self.accelerator, lambda: ckpt.apply_state(saved, self.model, self.optimizer, scaler))
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # of the step that is logged next
         live, stored = ckpt.flatten(dict(kept))[0], ckpt.flatten(saved.kept)[0]
         with torch.no_grad():
             for name in live.keys() & stored.keys():
                 live[name].copy_(stored[name])
+        for observer in self.on_rollback:
+            observer()
         return saved
 
     def steps_to_keep(self, state: RunState) -> frozenset[int]:
