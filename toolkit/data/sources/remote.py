@@ -62,7 +62,7 @@ def open_url(url: str) -> BinaryIO:
     store, path = _store_of(url)
     try:
         with _stalls_are_said(url):
-            return io.BufferedReader(_Retried(store.open(path, "rb"), url), BLOCK)
+            return io.BufferedReader(_Retried(functools.partial(store.open, path, "rb"), url), BLOCK)
     except Exception as error:
         raise OSError(_reason(error)) from error
 
@@ -102,45 +102,72 @@ def download(url: str) -> Path:
 
 
 class _Retried(io.RawIOBase):
-    """A store's file whose reads are tried again, where it has places to go back to."""
+    """A store's file whose reads are tried again.
 
-    def __init__(self, file: Any, url: str) -> None:
-        self._file, self._url = file, url
+    A server may give files from their beginning only (HTTP without ranges): then what is before the place is read again.
+    """
+
+    def __init__(self, open_file: Callable[..., Any], url: str) -> None:
+        self._open, self._url, self._place = open_file, url, 0
+        self._file, self._is_broken = open_file(), False
+        self._in_order = not self._file.seekable() or getattr(self._file, "size", 0) is None  # so is fsspec's stream of HTTP
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        return bool(self._file.seekable())
+        return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._file.seek(offset, whence))
+        if whence == 2 and self._in_order:
+            raise OSError(f"{self._url}: this server gives files from their beginning only. Leave out --streaming")
+        self._place = int(self._file.seek(offset, 2)) if whence == 2 else offset + (self._place if whence else 0)
+        return self._place
 
     def tell(self) -> int:
-        return int(self._file.tell())
+        return self._place
 
     def readinto(self, buffer: Any) -> int:
-        block = self._again(lambda: self._file.read(len(buffer)))
+        block = self._again(len(buffer))
         buffer[: len(block)] = block
+        self._place += len(block)
         return len(block)
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
-    def _again(self, read: Callable[[], bytes]) -> bytes:
-        place = self._file.tell() if self.seekable() else None
+    def _again(self, size: int) -> bytes:
         for wait in (*WAITS, None):
             try:
                 with _stalls_are_said(self._url):
-                    return read()
+                    return self._read(size)
             except Exception as error:
-                if wait is None or place is None:
+                if wait is None:
                     raise OSError(f"{self._url}: {_reason(error)}") from error
                 say(f"{self._url}: {_reason(error)}; tried again in {wait:g} s", error=True)
                 time.sleep(wait)
-                self._file.seek(place)
         raise AssertionError
+
+    def _read(self, size: int) -> bytes:
+        if not self._in_order:
+            self._file.seek(self._place)
+            try:
+                return bytes(self._file.read(size))
+            except ValueError:  # fsspec (2026.9): the server has answered a range with the whole file
+                if type(self._file).__name__ != "HTTPFile":
+                    raise
+                self._in_order = self._is_broken = True
+        begins_again = self._is_broken or self._file.tell() > self._place
+        self._is_broken = True  # unless this ends well: a file that is closed looks like one at its end
+        if begins_again:
+            self._file.close()
+            self._file = self._open(block_size=0)
+        while (before := self._place - self._file.tell()) > 0 and self._file.read(min(before, BLOCK)):
+            pass
+        block = bytes(self._file.read(size))
+        self._is_broken = False
+        return block
 
 
 @contextmanager
