@@ -61,14 +61,13 @@ def _candidates(config: Settings, device: Device) -> Iterator[dict[str, Any]]:
     again = {"gradient_checkpointing": True} if values.get("gradient_checkpointing") is False else {}
     adapter = {"use_peft": True, "dtype": "bfloat16"} if values.get("use_peft") is False and "dtype" in values else {}
     rounded = {"dtype": "bfloat16", "stochastic_rounding": True} if _may_round(values) else {}
-    smaller = size
-    while smaller > 2:
-        smaller = -(-smaller // 2)
-        yield _split(values, smaller, size * count)
+    smaller = [size]
+    while smaller[-1] > 2:
+        smaller.append(-(-smaller[-1] // 2))
     tried: list[dict[str, Any]] = []
-    for changes in (one, half, again, {**half, **again}, {**half, **one}, {**again, **one}, {**half, **again, **one},
-                    rounded, {**rounded, **again, **one}, {**adapter, **half}, {**adapter, **half, **again},
-                    {**adapter, **half, **again, **one}):  # fmt: skip
+    for changes in (*(_split(values, less, size * count) for less in smaller), one, half, again, {**half, **again},
+                    {**half, **one}, {**again, **one}, {**half, **again, **one}, rounded, {**rounded, **again, **one},
+                    {**adapter, **half}, {**adapter, **half, **again}, {**adapter, **half, **again, **one}):  # fmt: skip
         if changes and changes not in tried:
             tried.append(changes)
             yield changes
