@@ -150,6 +150,16 @@ MISTAKES: dict[str, Mistake] = {
         "sft", [(_SFT_LOSS, own_loss(normalized='loss / totals["tokens"] + 0 * logits.mean((1, 2)).std()'))], ["--no-packing"],
         "finite", "logits = model(",
     ),
+    "a softmax before the cross-entropy": (
+        "accelerated", [(_CLASS_LOSS, _CLASS_LOSS + '''    def loss_fn(model, micro_batch, totals):
+        import torch
+        inputs = {name: value for name, value in micro_batch.items() if name != "labels"}
+        probabilities = model(**inputs).logits.softmax(-1)
+        loss = torch.nn.CrossEntropyLoss(reduction="sum")(probabilities, micro_batch["labels"])
+        return loss / totals["examples"], {}
+
+''')], ["--row-layout", "padded"], "start", "torch.nn.CrossEntropyLoss(",
+    ),
     # optimizer and schedule
     "an optimizer without the head": (
         "basic", [(_BASIC_OPTIMIZER, _BASIC_OPTIMIZER + "    optimizer = torch.optim.AdamW(model.bert.parameters(), lr=config.learning_rate)\n"),

@@ -265,7 +265,8 @@ def check_modes(record: Record) -> Outcome:
         None if wrong_train is None else Finding(
             "modes", "The model is trained in evaluation mode: dropout is off"
             f"{' from the first step on' if wrong_train is trained[0] else ' after an evaluation'}.",
-            "Call model.train() after each evaluation.", wrong_train.where,
+            f"Call model.train() {'before the loop' if wrong_train is trained[0] else 'after each evaluation'}.",
+            wrong_train.where,
         ),
         None if with_graph is None else Finding(
             "modes", "The evaluation builds graphs for gradients, which takes memory and time.",

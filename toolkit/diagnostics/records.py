@@ -93,6 +93,7 @@ class Record:
     loss_types: set[torch.dtype] = field(default_factory=set)
     frozen_before: Gradients = field(default_factory=dict)
     counted: list[tuple[int, int, str]] = field(default_factory=list)  # cross_entropy in the recipe: targets, labels, place
+    of_probabilities: str = ""  # where cross_entropy was given probabilities in place of logits
     written_at: str = ""  # where the recipe itself changes the trained model's parameters
     events: list[dict[str, Any]] = field(default_factory=list)
     samples_policy: bool = False

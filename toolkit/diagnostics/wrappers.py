@@ -186,7 +186,10 @@ def scheduled(watch: Watch, original: Callable[..., Any], *values: object, **nam
 
 
 def cross_entropy(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """Called by the recipe itself in a training step: how many targets it counts, next to how many labels there are."""
+    """Called in a training step: whether it is given probabilities. By the recipe itself: how many targets it counts, next to
+    how many labels there are."""
+    if watch.kind == "train" and _are_probabilities(values[0] if values else named["input"]):
+        watch.record.of_probabilities = watch.record.of_probabilities or watch.place()
     if watch.kind == "train" and watch.is_own(sys._getframe(2).f_code.co_filename) and torch.is_grad_enabled():
         target = values[1] if len(values) > 1 else named.get("target")
         current = watch.record.forwards[-1].input_ids if watch.record.forwards else None
@@ -197,6 +200,14 @@ def cross_entropy(watch: Watch, original: Callable[..., Any], *values: Any, **na
                 counted = (int((target != ignored).sum()), int((labels != -100).sum()), watch.place())
                 watch.record.counted.append(counted)
     return original(*values, **named)
+
+
+def _are_probabilities(logits: torch.Tensor) -> bool:
+    """Whether the classes' numbers add up to 1 everywhere, and none is negative."""
+    if logits.dim() < 2 or logits.numel() == 0:
+        return False
+    values = logits.detach().float()
+    return bool((values >= 0).all()) and bool(((values.sum(1) - 1).abs() < 0.01).all())
 
 
 def written(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
