@@ -56,6 +56,8 @@ def plan(
     from toolkit.command_line.recipe import errors_refused, read_recipe
     from toolkit.config import Refusal
     from toolkit.diagnostics.devices import find_device
+
+    devices = [find_device(name) for name in values["device"] or ["this"]]  # before torch is imported: one may be misspelled
     from toolkit.diagnostics.fitting import needed
     from toolkit.diagnostics.plan import plan as make_plan
     from toolkit.distributed.accelerate_config import read_accelerate_config
@@ -68,7 +70,6 @@ def plan(
     if ranks > 1 and values["measure"]:
         measured = as_typed("toolkit", "profile", recipe, *words, *_placed(values))
         raise Refusal(f"--measure: times one process, and the plan is of {ranks}. Give --step-seconds, which {measured} finds.")
-    devices = [find_device(name) for name in values["device"] or ["this"]]
     place = Path(os.path.abspath(script))
     main, config = read_recipe(place, words)
 
