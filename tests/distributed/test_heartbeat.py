@@ -188,13 +188,17 @@ def test_a_rank_that_has_not_begun_is_waited_for() -> None:
 
 
 def test_a_rank_that_falls_silent_ends_the_run_only_where_it_and_this_one_have_begun_it() -> None:
-    """Fails when: `_report` looks at the step of one of them alone, or at none."""
-    for step, begun, ends in ((-1, False, False), (-1, True, False), (0, False, False), (0, True, True)):
+    """One that was last heard of before its run has begun it too where this one has taken a step with it.
+
+    Fails when: `_report` looks at the step of one of them alone, or at none.
+    """
+    for step, own, ends in ((-1, None, False), (-1, 0, False), (0, None, False), (0, 0, True), (-1, 2, True)):
         store, heard = dist.PrefixStore("heartbeat", dist.HashStore()), []
         store.set("1", f"1 {step} 0")
         waiting = Heartbeat(0, 2, store, 0.3, lambda *said, heard=heard: heard.append(said))
-        if begun:
+        if own is not None:
             waiting.begin_run(str)
+            waiting.beat(own)
         until(lambda heard=heard: bool(heard), 5)
         store.set("1", "-1 0 0")
         waiting.close()

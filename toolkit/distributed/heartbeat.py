@@ -223,6 +223,8 @@ class Heartbeat:
                 self._report(f"rank {other}", seen.step, max(seen.unchanged, seen.behind))
 
     def _report(self, who: str, step: int, seconds: float) -> None:
+        if self._step > 0:  # no step is taken without all ranks, whatever was read of the other last
+            step = max(step, 0)
         where = f"since step {step}" if step > _PREPARING else "before its first step"
         self.on_silence(f"{who} has been silent {where} ({seconds:.0f} s)", _PREPARING not in (step, self._step))
 
