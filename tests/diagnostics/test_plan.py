@@ -323,7 +323,7 @@ def test_bfloat16_is_offered_where_a_run_would_not_compute_in_it(bf16: bool | No
 
 @pytest.mark.parametrize(("size", "count"), [(7, 1), (300, 1), (8, 2), (1, 1)])
 def test_no_settings_are_tried_twice_and_the_given_ones_never_again(size: int, count: int) -> None:
-    """Fails if a smaller micro-batch that doesn't divide the global batch is tried as no change at all: it is planned once more
+    """Fails when: a smaller micro-batch that doesn't divide the global batch is tried as no change at all; it is planned once more
     for nothing, and where the evaluation is halved, one command is printed several times."""
     config = BatchConfig(per_device_train_batch_size=size, gradient_accumulation_steps=count)
     tried = [sorted(changes.items()) for changes in _candidates(config, Device("made up", "cuda", 2**34))]
