@@ -66,7 +66,7 @@ def test_a_planted_mistake_is_found_at_its_line(name: str, tmp_path: Path) -> No
 
 
 def test_training_in_evaluation_mode_from_the_first_step_on_is_not_put_down_to_an_evaluation(tmp_path: Path) -> None:
-    """Fails if what is to change is the same as where an evaluation left the mode on."""
+    """Fails when: what is to change is the same as where an evaluation left the mode on."""
     mistake = ("accelerated", [("        for batch in run:\n", "        model.eval()\n        for batch in run:\n")], [], "modes", None)
     code, report = doctor(str(planted.copy_with(mistake, tmp_path)), "--only", "modes", "--eval-strategy", "no")
     assert (code, [each["check"] for each in report["findings"]]) == (1, ["modes"])
