@@ -17,7 +17,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from side_by_side import END, OURS, Comparison, Shape, Task, compare, our_settings, random_lengths, random_words, train_with_trl
+from side_by_side import (
+    END,
+    OURS,
+    Comparison,
+    Shape,
+    Task,
+    compare,
+    in_halves,
+    on_tokenized_rows,
+    our_settings,
+    random_lengths,
+    random_words,
+    train_with_trl,
+)
 
 import toolkit as tk
 
@@ -112,29 +125,15 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
 def trl(task: Task, **settings: Any) -> dict[str, float]:
     from trl import DPOConfig, DPOTrainer
 
-    class OnTokenizedPairs(DPOTrainer):
-        """Takes rows that are tokenized already, and tells the stopwatch what is done before `train`."""
-
-        def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
-            return dataset
-
-        def _precompute_ref_logps(self, *args: Any) -> Any:
-            with task.watch.running():
-                return super()._precompute_ref_logps(*args)
-
     rows = task.rows().select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
-    train_with_trl(task, OnTokenizedPairs, DPOConfig, rows, settings)
+    train_with_trl(task, on_tokenized_rows(DPOTrainer, task.watch), DPOConfig, rows, settings)
     return measured(task)
-
-
-def in_halves(task: Task, **settings: Any) -> dict[str, float]:
-    return ours(task, per_device_train_batch_size=task.batch // 2, gradient_accumulation_steps=2, **settings)
 
 
 COMPARISON = Comparison(
     script=__file__,
     ours=ours,
-    ours_too={f"{OURS}, half of the pairs at a time": in_halves},
+    ours_too={f"{OURS}, half of the pairs at a time": partial(in_halves, ours)},
     peer=trl,
     flags=FLAGS,
     best=BEST_FLAGS,

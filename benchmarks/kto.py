@@ -17,7 +17,7 @@ from typing import Any
 
 import dpo
 import numpy as np
-from side_by_side import OURS, Comparison, Shape, Task, compare, our_settings, train_with_trl
+from side_by_side import OURS, Comparison, Shape, Task, compare, in_halves, on_tokenized_rows, our_settings, train_with_trl
 
 import toolkit as tk
 
@@ -100,33 +100,19 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
 def trl(task: Task, **settings: Any) -> dict[str, float]:
     from trl import KTOConfig, KTOTrainer
 
-    class OnTokenizedAnswers(KTOTrainer):
-        """Takes rows that are tokenized already, and tells the stopwatch what is done before `train`."""
-
-        def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
-            return dataset
-
-        def _precompute_ref_logps(self, *args: Any) -> Any:
-            with task.watch.running():
-                return super()._precompute_ref_logps(*args)
-
     def shifted(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {"KL_completion_ids": [rows["completion_ids"][-1], *rows["completion_ids"][:-1]]}
 
     at_once = settings.get("per_device_train_batch_size", task.batch)
     rows = task.rows().select_columns(["prompt_ids", "completion_ids", "label"]).map(shifted, batched=True, batch_size=at_once)
-    train_with_trl(task, OnTokenizedAnswers, KTOConfig, rows, settings)
+    train_with_trl(task, on_tokenized_rows(KTOTrainer, task.watch), KTOConfig, rows, settings)
     return measured(task)
-
-
-def in_halves(task: Task, **settings: Any) -> dict[str, float]:
-    return ours(task, per_device_train_batch_size=task.batch // 2, gradient_accumulation_steps=2, **settings)
 
 
 COMPARISON = Comparison(
     script=__file__,
     ours=ours,
-    ours_too={f"{OURS}, half of the answers at a time": in_halves},
+    ours_too={f"{OURS}, half of the answers at a time": partial(in_halves, ours)},
     peer=trl,
     flags=FLAGS,
     best=dict.fromkeys(("cpu", "cuda"), BEST_FLAGS),

@@ -7,11 +7,12 @@ The rows and the sides of `benchmarks/sft.py`, with an adapter of rank 32 on eve
 `recipes/lora.py` does, TRL what it does with that `LoraConfig` and its defaults, or with the flags that save work.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import sft
-from side_by_side import OURS, Comparison, Task, compare
+from side_by_side import OURS, Task, compare
 
 RANK, ALPHA, LAYERS = 32, 64, "all-linear"
 FLAGS: dict[str, dict[str, Any]] = {
@@ -39,17 +40,15 @@ def trl(task: Task, **settings: Any) -> dict[str, float]:
     return sft.trl(task, peft_config=adapter, **settings)
 
 
-COMPARISON = Comparison(
+COMPARISON = replace(
+    sft.COMPARISON,
     script=__file__,
     ours=ours,
+    others={},
     ours_too={f"{OURS}, one row at a time": partial(ours, rows_at_once=1)},
     peer=trl,
     flags=FLAGS,
     best=dict.fromkeys(("cpu", "cuda"), BEST_FLAGS),
-    make_rows=sft.make_rows,
-    counted=("supervised tokens",),
-    default_examples=sft.COMPARISON.default_examples,
-    default_batch=sft.COMPARISON.default_batch,
 )
 
 if __name__ == "__main__":

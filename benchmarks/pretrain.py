@@ -11,11 +11,12 @@ as transformers' example script of language modeling does, in TRL's precision: i
 --check compares whole texts.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import sft
-from side_by_side import OURS, Comparison, Task, compare, first_step_callback, trl_arguments
+from side_by_side import OURS, Task, compare, first_step_callback, trl_arguments
 
 PER_STEP = {"per_device_train_batch_size": sft.PACKED_ROWS, "gradient_accumulation_steps": 1}
 FLAGS: dict[str, dict[str, Any]] = {
@@ -58,17 +59,15 @@ def trainer(task: Task, settings: dict[str, Any]) -> dict[str, float]:
     return sft.measured(task, made.model)
 
 
-COMPARISON = Comparison(
+COMPARISON = replace(
+    sft.COMPARISON,
     script=__file__,
     ours=ours,
+    others={},
     ours_too={f"{OURS}, one row at a time": partial(ours, rows_at_once=1)},
     peer=peer,
     flags=FLAGS,
     best=dict.fromkeys(("cpu", "cuda"), BEST_FLAGS),
-    make_rows=sft.make_rows,
-    counted=("supervised tokens",),
-    default_examples=sft.COMPARISON.default_examples,
-    default_batch=sft.COMPARISON.default_batch,
     ratios=("0:1",),
 )
 

@@ -473,6 +473,25 @@ def train_with_trl(task: Task, trainer: Any, arguments: Any, rows: Any, settings
     return made
 
 
+def on_tokenized_rows(trainer: Any, watch: Stopwatch) -> Any:
+    """A preference trainer of TRL's that takes rows which are tokenized already, and whose reference's pass is timed too."""
+
+    class OnTokenizedRows(trainer):  # type: ignore[misc]
+        def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+            return dataset
+
+        def _precompute_ref_logps(self, *args: Any) -> Any:
+            with watch.running():
+                return super()._precompute_ref_logps(*args)
+
+    return OnTokenizedRows
+
+
+def in_halves(ours: Side, task: Task, **settings: Any) -> dict[str, float]:
+    """Our side with half of a batch in a micro-batch."""
+    return ours(task, per_device_train_batch_size=task.batch // 2, gradient_accumulation_steps=2, **settings)
+
+
 def our_settings(task: Task) -> dict[str, Any]:
     """The same of ours."""
     gpu = task.device == "cuda"
