@@ -10,11 +10,12 @@ from toolkit.system import compat
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what its processor can")
 def test_a_cpu_says_whether_it_multiplies_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: torch renames its questions to the processor, or the limit of oneDNN is not read."""
-    assert not compat.multiplies_bf16("cpu")  # tests/conftest.py
+    assert not compat.bf16_units("cpu")  # tests/conftest.py
+    assert not compat.multiplies_bf16("cpu")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     flags = Path("/proc/cpuinfo").read_text()
-    is_fast = "avx512_bf16" in flags and "GenuineIntel" not in flags
-    assert compat.multiplies_bf16("cpu") == (is_fast or "amx_tile" in flags)
+    assert compat.bf16_units("cpu") == ("avx512_bf16" in flags or "amx_tile" in flags)
+    assert compat.multiplies_bf16("cpu") == ("amx_tile" in flags or ("avx512_bf16" in flags and "GenuineIntel" not in flags))
 
 
 @pytest.mark.parametrize(("amx", "avx512", "intel", "faster"), [
@@ -26,4 +27,4 @@ def test_intels_processors_need_amx(amx: bool, avx512: bool, intel: bool, faster
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(compat, "_is_intel", lambda: intel)
-    assert compat.multiplies_bf16("cpu") == faster
+    assert (compat.bf16_units("cpu"), compat.multiplies_bf16("cpu")) == (amx or avx512, faster)

@@ -9,7 +9,7 @@ import torch
 from toolkit.distributed.compat import settled_precision
 from toolkit.distributed.engines.engine import Piece
 from toolkit.distributed.engines.pieces import add_up
-from toolkit.system.devices import chosen_type, has_bf16_units
+from toolkit.system.devices import chosen_type, is_faster_in_bf16
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
 ITERATIONS = 5
@@ -86,10 +86,10 @@ def _at_once(rows: int, columns: int) -> int:
 
 
 def _computing(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """On a GPU as torch's Muon does, where it has units for bfloat16; on a CPU only in a run that computes in bfloat16."""
+    """On a GPU as torch's Muon does, where bfloat16 is faster; on a CPU only in a run that computes in bfloat16 too."""
     wide = torch.promote_types(dtype, torch.float32)
     in_half = chosen_type(device) != "cpu" or settled_precision() == "bf16"
-    return torch.bfloat16 if in_half and wide == torch.float32 and has_bf16_units(device) else wide
+    return torch.bfloat16 if in_half and wide == torch.float32 and is_faster_in_bf16(device) else wide
 
 
 def _nesterov(parameter: torch.Tensor, state: State, momentum: float) -> torch.Tensor:

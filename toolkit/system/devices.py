@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from toolkit.system.compat import multiplies_bf16
+from toolkit.system.compat import bf16_units, multiplies_bf16
 
 _planned: tuple[str, bool] | None = None  # no ContextVar, at which torch.compile (2.13) ends its graph: read in every layer
 
@@ -26,7 +26,13 @@ def is_ampere(device: torch.device) -> bool:
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """Whether it has units that multiply bfloat16 faster than float32."""
+    """Whether products in bfloat16 are computed by units for them, and not in float32."""
+    kind = chosen_type(device)
+    return bf16_units(kind) if kind == device.type else is_ampere(device)
+
+
+def is_faster_in_bf16(device: torch.device) -> bool:
+    """Whether it multiplies bfloat16 faster than float32."""
     kind = chosen_type(device)
     return multiplies_bf16(kind) if kind == device.type else is_ampere(device)
 

@@ -28,7 +28,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     What shards the run is chosen by the settings and by what `accelerate launch` was given
     (`toolkit.distributed.engines.choice`), or by a `DeepSpeedPlugin` made in code, whose "auto" values the settings fill.
     Accumulation stays ours (`train_step` divides by the global totals), so Accelerate is given one step a batch. Where nobody
-    names a precision it is bfloat16 on a device with units for it; a resumed run keeps the one that it has.
+    names a precision it is bfloat16 on a device where that is faster; a resumed run keeps the one that it has.
 
     Raises:
         Refusal: settings contradict each other or the launcher's configuration, or have no effect with the others; a
@@ -94,7 +94,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     start_heartbeat(accelerator, config.hang_timeout)
     in_half = int(choice.mixed_precision != "no")
     if largest(accelerator, in_half) + largest(accelerator, -in_half):
-        raise Refusal("not every rank's device has units for bfloat16: give one precision for all, --bf16 or --no-bf16.")
+        raise Refusal("not every rank's device is faster in bfloat16: give one precision for all, --bf16 or --no-bf16.")
     engine = engine_of(accelerator)
     if engine.shards and accelerator.is_main_process:
         half = f", {choice.mixed_precision}" if choice.mixed_precision != "no" else ""
@@ -106,13 +106,13 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
 
 
 def _precision_of_device(config: RunConfig, on_cpu: bool) -> str:
-    """bf16 over weights in float32, where the device, or the one that is planned for, has units for products in bfloat16."""
+    """bf16 over weights in float32, where the device, or the one that is planned for, multiplies bfloat16 faster."""
     import torch
 
-    from toolkit.system.devices import has_bf16_units
+    from toolkit.system.devices import is_faster_in_bf16
 
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator() or torch.device("cpu")
-    return "bf16" if has_bf16_units(device) and values_of(config).get("dtype", "float32") == "float32" else "no"
+    return "bf16" if is_faster_in_bf16(device) and values_of(config).get("dtype", "float32") == "float32" else "no"
 
 
 def _be_deterministic(seed: int) -> None:
