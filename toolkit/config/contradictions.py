@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.config.conditions import (
     FROM_DATA,
     INITIALIZATION,
+    OF_BITSANDBYTES,
     REFUSED_INITIALIZATIONS,
     REPOSITORY,
     STARTS_ON_THE_BASE,
@@ -34,6 +35,8 @@ _ROWS: tuple[tuple[Callable[..., Any], str], ...] = (
     (lambda bf16, fp16: bf16 and fp16, "--bf16 and --fp16 are two precisions for one computation: choose one."),
     (lambda fp16, dtype: fp16 and dtype == "float16",
      "--fp16 scales the loss for weights in float32, and {dtype} leaves none: take --dtype float32, or --bf16."),
+    (lambda stochastic_rounding, optim: stochastic_rounding and optim in OF_BITSANDBYTES,
+     "--stochastic-rounding is not in the kernels of {optim}: take --optim adamw_torch, or adafactor for less memory."),
     # Runs
     (lambda loss_spike, save_strategy: loss_spike == "rollback" and save_strategy == "no",
      "{loss_spike} goes back to a checkpoint, and {save_strategy} writes none: take --save-strategy steps."),

@@ -32,7 +32,8 @@ def build_optimizer(
     `schedule(progress, run.objective)` serves reduce_lr_on_plateau as well, which goes by the evaluations so far.
     Weight decay is decoupled (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) except in sgd, rmsprop and adagrad,
     where it is torch's L2 term in the gradient. A recipe may take the schedule and build an optimizer of its own: the records
-    then count only the settings of the rates as read.
+    then count only the settings of the rates as read. Weights in bfloat16 are updated in float32 and rounded at random with
+    `stochastic_rounding`; without it they are rounded to the nearest, with a warning.
 
     `loraplus_lr_ratio`: how many times as fast the matrices B of a LoRA adapter learn.
 
@@ -185,8 +186,6 @@ def _loading_saved_types(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
 
 def _build_bitsandbytes(groups: list[Group], config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     instead = "Use --optim adamw_torch, or --optim adafactor for less memory."
-    if config.stochastic_rounding:
-        raise Refusal(f"--optim {config.optim} updates weights in kernels of its own, without --stochastic-rounding. {instead}")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise Refusal(f"--optim {config.optim} needs the library bitsandbytes: pip install bitsandbytes. {instead}")
     if not torch.cuda.is_available():
