@@ -375,9 +375,9 @@ def test_weights_in_4_bits_without_weights_have_the_sizes_of_real_ones(tmp_path:
     assert sizes[0] == sizes[1]
     for name, layer in real.named_modules():
         if state := getattr(getattr(layer, "weight", None), "quant_state", None):
-            beside = [state.absmax, state.state2.absmax] if nested else [state.absmax]
+            statistics = [state.absmax, state.state2.absmax] if nested else [state.absmax]
             found = dict(planned.get_submodule(name).named_buffers())
-            assert [(b.shape, b.dtype) for b in found.values()] == [(each.shape, each.dtype) for each in beside]
+            assert [(b.shape, b.dtype) for b in found.values()] == [(each.shape, each.dtype) for each in statistics]
             assert planned.get_submodule(name).weight.quant_state.shape == state.shape
 
 

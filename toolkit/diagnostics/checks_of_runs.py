@@ -98,7 +98,7 @@ def evaluation_of(record: Record, which: int) -> dict[str, float]:
 def check_start(record: Record, config: Settings) -> Outcome:
     """The loss is of logits; a random model's first one is that of an even guess, where it is known what that is."""
     if record.of_probabilities:
-        what = "The cross-entropy is given probabilities, and takes their softmax: what it says of a sure answer is far from 0."
+        what = "The cross-entropy is given probabilities, and takes their softmax: it is never near 0."
         return found("", Finding("start", what, "Pass it the model's logits, without a softmax.", record.of_probabilities))
     losses, guess = losses_of(record.events), guessing(record, config)
     if not losses:

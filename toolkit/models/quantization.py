@@ -72,10 +72,10 @@ def pack_shapes(model: PreTrainedModel, settings: dict[str, Any]) -> None:
             state = PackedShape(layer.weight.shape, dtypes[name])
             layer.weight = nn.Parameter(packed, requires_grad=False)
             vars(layer.weight).update(quant_state=state, compress_statistics=nested, quant_type=kind)
-            beside = {"largest": torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32, device="meta")}
+            statistics = {"largest": torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32, device="meta")}
             if nested:
-                beside["largest_of_those"] = torch.empty(-(-blocks // 256), device="meta")
-            for part, tensor in beside.items():
+                statistics["largest_of_those"] = torch.empty(-(-blocks // 256), device="meta")
+            for part, tensor in statistics.items():
                 layer.register_buffer(part, tensor, persistent=False)
     quantizer.postprocess_model(model)
     keep_gradients(model)

@@ -102,7 +102,7 @@ def most_needed(model: nn.Module, micro_batch: MicroBatch) -> int | None:
         return None
     lengths = [[bounds.diff() for name, bounds in micro_batch.items() if name.endswith(f"cu_seq_lens_{side}")] for side in "qk"]
     if len(lengths[0]) == len(lengths[1]) == len(texts):  # packed: a token sees its own document
-        seen = sum(int((asks.long() * asked).sum()) for asks, asked in zip(*lengths, strict=True))
+        seen = sum(int((queries.long() * keys).sum()) for queries, keys in zip(*lengths, strict=True))
     else:
         seen = sum(text.numel() for text in texts) * max(text.shape[-1] for text in texts)
     inner = max(getattr(shape, name, None) or 0 for name in _INNER) or 4 * width

@@ -208,7 +208,8 @@ class Run:
         if log_is_due:
             seconds = self.window.seconds
             event = self.window.event(self.optimizer, self.model, self.accelerator)
-            event |= {"supervised_tokens": self.state.tokens} if "tokens_per_second" in event else {}
+            if "tokens_per_second" in event:
+                event["supervised_tokens"] = self.state.tokens
             self.records.display.logged(self.step, event)
             self._record(event)
             memory = memory_in_use(self.accelerator.device)
