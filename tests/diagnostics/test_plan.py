@@ -34,6 +34,13 @@ from toolkit.models.attention import kernels
 from toolkit.system.devices import chosen_type, planned_for
 
 ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfAll(tk.ModelConfig, tk.AdapterConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
+    pass
+
+
 # A process that has loaded torch: plans are of steps, not of imports.
 pytestmark = pytest.mark.warm
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -319,6 +326,19 @@ def test_bfloat16_is_offered_where_a_run_would_not_compute_in_it(bf16: bool | No
 
     tried = list(_candidates(Config(bf16=bf16), Device("made up", "cuda", 2**34, ampere=ampere)))
     assert any("bf16" in changes for changes in tried) == offered
+
+
+@pytest.mark.parametrize(
+    ("named", "offered"),
+    [({}, True), ({"dtype": "bfloat16"}, False), ({"fsdp": True}, False), ({"zero_stage": 2}, False), ({"optim": "lion_8bit"}, False), ({"use_peft": True}, False)],
+    ids=str,
+)
+def test_weights_in_bfloat16_are_offered_where_they_can_be_rounded(named: dict[str, Any], offered: bool) -> None:
+    """Fails when: they are offered without --stochastic-rounding, or where a run would refuse it."""
+    config = dataclasses.replace(OfAll(), **named)
+    tried = [changes for changes in _candidates(config, Device("made up", "cuda", 2**34)) if "stochastic_rounding" in changes]
+    assert bool(tried) == offered
+    assert all(changes["dtype"] == "bfloat16" for changes in tried)
 
 
 @pytest.mark.parametrize(("size", "count"), [(7, 1), (300, 1), (8, 2), (1, 1)])

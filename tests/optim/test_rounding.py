@@ -1,7 +1,9 @@
 """Stochastic rounding: against the float32 step of the same optimizer, and through whole runs with weights in bfloat16."""
 
+import contextlib
 import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from toolkit.distributed.engines.start import check_engine
 from toolkit.optim import rounding
 from toolkit.optim.optimizers import build_optimizer
 from toolkit.optim.rounding import StochasticRounding, rounded_at_random
+from toolkit.runs.run_card import describe_optimizer
 from toolkit.training.anomalies import RANKS_APART
+from toolkit.training.memory import _fits
 
 OPTIMIZERS = ["adamw_torch", "sgd", "adafactor", "nadam", "radam", "rmsprop", "adagrad", "muon"]
 HALF = ["--dtype", "bfloat16", "--stochastic-rounding", "--dropout", "0.1", "--model", "tiny-bert"]
@@ -183,6 +187,24 @@ def test_it_is_refused_or_named_where_it_changes_nothing(capsys: pytest.CaptureF
     optimizer, _ = build_optimizer(tiny_llama().bfloat16(), OptimConfig(), 10)
     assert not isinstance(optimizer, StochasticRounding)
     assert "--stochastic-rounding" in capsys.readouterr().out
+
+
+def test_the_run_card_has_the_optimizer_that_steps_and_that_it_rounds_at_random() -> None:
+    """Fails when: the card names the wrapper, or leaves out the rounding."""
+    plain, rounded = (describe_optimizer(build_optimizer(model, settings(), 10)[0]) for model in (tiny_llama(), tiny_llama().bfloat16()))
+    assert plain is not None
+    assert rounded == {**plain, "rounding": "stochastic"}
+
+
+def test_the_trial_of_a_micro_batch_reserves_moments_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, 8 bytes a weight. Fails when: they are taken to have the type of the weights."""
+    model, empty_like, reserved = tiny_llama().bfloat16(), torch.empty_like, []
+    monkeypatch.setattr(torch, "empty_like", lambda p: reserved.append(p.nbytes) or empty_like(p))
+    accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
+    train = SimpleNamespace(longest_micro_batch=lambda: {"input_ids": torch.ones(1, 5, dtype=torch.long)})
+    optimizer = build_optimizer(model, settings(), 10)[0]
+    assert _fits(accelerator, model, optimizer, train, lambda plain, inputs, _: (plain(**inputs).logits.float().sum(), {}), {})
+    assert sum(reserved) == 8 * sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.fast(1)

@@ -194,6 +194,7 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
     assert re.match(r"mine\.py: .*sft\.py, 1 line ", copied)
     assert "the last ones not full" in what_the_run_is(card(global_batch_size=22))[0]
     assert "--no-bf16" not in said
+    assert "AdamW, stochastic rounding" in what_the_run_is({**card(), "optimizer": {**card()["optimizer"], "rounding": "stochastic"}})[0]
     assert "24 packed rows a step" in what_the_run_is({**card(), "settings": {"packing": True}})[0]
 
 

@@ -74,6 +74,14 @@ def rows(poisoned: int | None = None) -> DatasetDict:
     )  # fmt: skip
 
 
+def test_each_save_first_gives_what_is_free_back_to_the_system(tmp_path, monkeypatch):
+    """Fails when: it is left out, and the heap of a long run falls into pieces that stay; benchmarks/leaks.py measures that."""
+    given = []
+    monkeypatch.setattr("toolkit.training.saving.give_back_memory", lambda: given.append(len(list(tmp_path.glob("run/checkpoints/step-*")))))
+    train(Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=1, max_steps=2))
+    assert given == [0, 1]
+
+
 def train(config: Config, on_step=None, step_loss=loss_fn, before_step=None, before_training=None) -> tuple[nn.Module, tk.Run]:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(config.seed)
