@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from toolkit.command_line.recipe import read_recipe
+from toolkit.diagnostics.compat import FakeTensor
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.heap import Heap, find_heap
+from toolkit.diagnostics.ledger import Ledger
 from toolkit.diagnostics.plan import plan
 from toolkit.diagnostics.planned_run import Seen
+from toolkit.distributed.engines.engine import local_part
 from toolkit.system.allocator import PRIMITIVES
 
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 IN_THE_HEAP = 100 * 2**10  # larger ones may be mappings of their own
 
@@ -79,7 +83,7 @@ def test_a_plan_in_bfloat16_multiplies_for_what_onednn_keeps_and_for_each_produc
     monkeypatch.setenv(PRIMITIVES, "64")
     monkeypatch.setattr(Heap, "multiply", lambda heap, shape: shapes.append(shape))
     words = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--num-attention-heads", "2", "--max-train-examples", "64"]
-    main, config = read_recipe(Path(__file__).parents[2] / "recipes/accelerated.py", [*words, "--use-cpu", flag])
+    main, config = read_recipe(ROOT / "recipes/accelerated.py", [*words, "--use-cpu", flag])
     plan(main, config)
     kept = [shape for shape in shapes if isinstance(shape, int)]
     assert len(kept) == min(least, 64)
@@ -98,10 +102,39 @@ def test_an_evaluation_before_the_steps_is_in_the_heap_and_its_model_is_not_coun
     for flags in (["--eval-on-start"], []):
         begun.clear()
         zero = ["--zero-stage", "1"] * (ranks == 2)
-        main, config = read_recipe(Path(__file__).parents[2] / "recipes/accelerated.py", [*words, *flags, *zero, "--use-cpu", "--no-bf16"])
+        main, config = read_recipe(ROOT / "recipes/accelerated.py", [*words, *flags, *zero, "--use-cpu", "--no-bf16"])
         parts.append(plan(main, config, ranks=ranks).parts)
         assert begun[0] == bool(flags)
     assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize("flags", [["--fsdp"], ["--deepspeed", str(ROOT / "tests/all_sharded.json")]], ids=["FSDP2", "ZeRO-3"])
+def test_a_plan_of_shards_makes_no_weights_and_counts_none_that_no_run_holds(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is real is as small as a batch, and the first step takes no more than the second.
+
+    Fails when: what an engine gathers weights into is real (all computed with them then is, too), or the whole tensors whose
+    shapes DTensor looks at in its first step are counted.
+    """
+    real, peaks, see, restart = list[int](), list[int](), Ledger.see, Ledger.restart
+
+    def noted(ledger: Ledger, tensor: torch.Tensor, part: str | None = None) -> None:
+        local = local_part(tensor)
+        if not isinstance(local, FakeTensor) and local.device.type == "cpu":
+            real.append(local.untyped_storage().nbytes())
+        see(ledger, tensor, part)
+
+    def restarted(ledger: Ledger) -> None:
+        peaks.append(ledger.peak)
+        restart(ledger)
+
+    monkeypatch.setattr(Ledger, "see", noted)
+    monkeypatch.setattr(Ledger, "restart", restarted)
+    words = ["--hidden-size", "64", "--num-hidden-layers", "1", "--intermediate-size", "64", "--num-attention-heads", "2", "--max-train-examples", "16"]
+    words += ["--per-device-train-batch-size", "1", "--max-length", "256", "--optim", "adamw_torch", "--eval-strategy", "no", "--no-eval-on-start"]
+    main, config = read_recipe(ROOT / "recipes/sft.py", [*words, *flags, "--use-cpu", "--no-bf16"])
+    found = plan(main, config, ranks=2)
+    assert max(real) < 0.02 * found.peak, max(real)
+    assert 0 < peaks[1] <= found.peak
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN multiplies no bfloat16 there")

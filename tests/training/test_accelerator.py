@@ -16,6 +16,8 @@ import torch
 import toolkit as tk
 from toolkit.command_line.reading import read_command_line
 from toolkit.config import check_together
+from toolkit.diagnostics.heap import find_heap
+from toolkit.distributed.engines.engine import Engine
 from toolkit.system.allocator import KERNELS, PRIMITIVES
 from toolkit.system.devices import planned_for
 from toolkit.training.resume import run_layout
@@ -58,6 +60,18 @@ def test_few_primitives_are_kept_on_a_cpu_where_the_environment_names_no_number(
         monkeypatch.delenv(name)
     tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path / "run"), use_cpu=True))
     assert os.environ[name] == kept
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_blocks_of_a_layers_size_are_the_systems_own_where_weights_are_gathered(gathers, tmp_path, monkeypatch):
+    """Fails when: the engine isn't asked, or what it gathers lies in the heap, among activations."""
+    heap = find_heap() or pytest.skip("not glibc")
+    monkeypatch.setattr(Engine, "shards_weights", lambda *_: gathers)
+    tk.build_accelerator(tk.RunConfig(output_dir=str(tmp_path / "run"), use_cpu=True))
+    before = heap._libc.mallinfo2().mapped
+    heap.hold(0, 8 * 2**20)
+    assert (heap._libc.mallinfo2().mapped > before) == gathers
+    heap.clear()
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN multiplies no bfloat16 there")

@@ -119,6 +119,12 @@ def resized_storages(see: Callable[[torch.UntypedStorage], None]) -> Iterator[No
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
+def shapes_of_whole_tensors() -> tuple[type, str]:
+    """The class and its method that make fake tensors of a DTensor's whole shape, the first time that an operation comes."""
+    propagation = importlib.import_module("torch.distributed.tensor._sharding_prop")
+    return propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached"
+
+
 # -- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 

@@ -65,8 +65,9 @@ class Ledger(TorchDispatchMode):
             kind = args[0].dtype
             is_well = engine != "deepspeed" if kind == torch.bool else kind != torch.uint8
             return 1.0 if kind.is_floating_point else is_well if kind == torch.bool else int(is_well)
-        takes_none = engine == "deepspeed" and not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
-        # DeepSpeed's buffers are not made of the model's tensors, and would be real.
+        # What engines gather weights into isn't made of the model's tensors, and would be real, as all computed with them.
+        makes = engine == "deepspeed" or (engine == "fsdp" and func is torch.ops.aten.empty.memory_format)
+        takes_none = makes and not any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             func, args, kwargs = torch.ops.aten.stack.default, (_places(args[0]), 1), None
         if func.overloadpacket in INDEXING:  # a loss's `logits[labels != -100]`, and its backward

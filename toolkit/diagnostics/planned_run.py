@@ -20,7 +20,7 @@ from torch import nn
 
 from toolkit.data.loading.batch import Batch, MicroBatch
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
-from toolkit.diagnostics.compat import FakeTensor, products_of_experts
+from toolkit.diagnostics.compat import FakeTensor, products_of_experts, shapes_of_whole_tensors
 from toolkit.diagnostics.devices import resident
 from toolkit.diagnostics.documents import Kept, first_and_last
 from toolkit.diagnostics.ledger import ENGINE, Ledger, as_fake, mark_phases
@@ -106,6 +106,7 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
         replace.attribute(load, "check_compiler", lambda *_: None)
         replace.attribute(run, "report_incident", lambda *_: None)  # of losses without a value, with all rows of a step
         replace.attribute(products_of_experts(), "_can_use_grouped_mm", _has_fake_kernel)
+        replace.attribute(*shapes_of_whole_tensors(), functools.partial(_uncounted, seen))
         if values.get("load_in_4bit"):
             bitsandbytes = importlib.import_module("bitsandbytes")
             replace.attribute(bitsandbytes, "matmul_4bit", lambda _, *given, **named: product(*given, **named))
@@ -117,6 +118,12 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
             size, updates = values["per_device_train_batch_size"], values["steps_per_generation"]
             PlannedRollouts(seen.ledger, size, updates, seen.updating).replace(replace)
         yield
+
+
+def _uncounted(seen: Seen, original: Callable[..., Any], *values: Any) -> Any:
+    """What no run holds: it has fake tensors there too."""
+    with seen.ledger.pausing():
+        return original(*values)
 
 
 def _has_fake_kernel(original: Callable[..., bool], inputs: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:

@@ -77,7 +77,6 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
         _be_deterministic(config.seed)
     if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would log that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        keep_freed_memory()
         keep_few_primitives()
     # Its default. Without it `tokenizers` warns in each process that is forked after the first text was tokenized.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -96,6 +95,8 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     if largest(accelerator, in_half) + largest(accelerator, -in_half):
         raise Refusal("not every rank's device is faster in bfloat16: give one precision for all, --bf16 or --no-bf16.")
     engine = engine_of(accelerator)
+    if on_cpu:
+        keep_freed_memory(of_shards=engine.shards_weights(accelerator))
     if engine.shards and accelerator.is_main_process:
         half = f", {choice.mixed_precision}" if choice.mixed_precision != "no" else ""
         say(f"sharded over {accelerator.num_processes} rank(s): {engine.label(accelerator)}{half}")
