@@ -3,11 +3,10 @@
     python benchmarks/dpo.py --pairs 5
     python benchmarks/dpo.py --only head-heavy:1:1 --flags --pairs 1
 
-Pairs of a prompt and two answers. Ours does what `recipes/dpo.py` does, in bfloat16 as TRL: prompts encoded once for
-both answers, the reference computed once before training. TRL (1.16) runs with its defaults (bfloat16, padded, activations
-recomputed, a second model for the reference), and with the flags that save work: on a CPU no recomputation, and one pair at a
-time, which pads least. What each flag brings on this machine, --flags measures, and which to take, --search; --float32 has all
-sides in that precision.
+Pairs of a prompt and two answers. Ours does what `recipes/dpo.py` does: prompts encoded once for both answers, the reference
+computed once before training. TRL (1.16) runs with its defaults (bfloat16, padded, activations recomputed, a second model for
+the reference), and with the flags that save work: on a CPU no recomputation, and one pair at a time, which pads least. What
+each flag brings on this machine, --flags measures, and which to take, --search.
 `benchmarks/side_by_side.py` says what is timed. On a CPU TRL's head is applied at every position, on a GPU at answers only:
 its ratios don't carry over. The first steps on a GPU are not timed.
 """

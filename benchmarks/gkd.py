@@ -1,6 +1,6 @@
 """Distillation next to TRL's GKDTrainer and DistillationTrainer: supervised tokens per second, and memory.
 
-    python benchmarks/gkd.py --float32 --pairs 3
+    python benchmarks/gkd.py --pairs 3
     python benchmarks/gkd.py --pairs 3 --sides "ours, own answers" "TRL GKD, own answers" "TRL GKD, own answers, best flags"
 
 Ours does what `recipes/distill.py` does, with GKD's loss (beta .5) and AdamW as TRL: packed rows, one at a time, accumulated;
@@ -129,8 +129,8 @@ def _train(task: Task, trainer: Any, arguments: Any, rows: Any, settings: dict[s
     return measured(task, tokens, task.watch.logged["loss"])
 
 
-def all_stored(task: Task) -> dict[str, float]:
-    return ours(task, teacher_top_k=task.shape.settings["vocab_size"])
+def all_stored(task: Task, **settings: Any) -> dict[str, float]:
+    return ours(task, teacher_top_k=task.shape.settings["vocab_size"], **settings)
 
 
 COMPARISON = Comparison(
@@ -141,12 +141,12 @@ COMPARISON = Comparison(
     flags=FLAGS,
     best=dict.fromkeys(("cpu", "cuda"), BEST_FLAGS),
     others={
-        f"{OURS}, all stored, float32": all_stored,
+        f"{OURS}, all stored": all_stored,
         f"{OURS}, own answers": partial(ours, on_policy_share=1.0, max_new_tokens=NEW_TOKENS),
-        "TRL GKD, own answers": partial(trl, **OWN_ANSWERS, bf16=False),
-        "TRL GKD, own answers, best flags": partial(trl, **OWN_ANSWERS, **BEST_SETTINGS, bf16=False),
-        "TRL DistillationTrainer": partial(distillation_trainer, bf16=False),
-        "TRL DistillationTrainer, best flags": partial(distillation_trainer, gradient_checkpointing=False, bf16=False),
+        "TRL GKD, own answers": partial(trl, **OWN_ANSWERS),
+        "TRL GKD, own answers, best flags": partial(trl, **OWN_ANSWERS, **BEST_SETTINGS),
+        "TRL DistillationTrainer": distillation_trainer,
+        "TRL DistillationTrainer, best flags": partial(distillation_trainer, gradient_checkpointing=False),
     },
     make_rows=make_rows,
     counted=("supervised tokens",),

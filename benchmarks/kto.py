@@ -4,10 +4,10 @@
     python benchmarks/kto.py --only head-heavy:1:1 --search --pairs 1
 
 Prompts with one answer each, every second one desirable; the lengths are those of `benchmarks/dpo.py`. Both sides compute each
-answer, and one that belongs to another prompt, with the model and with its reference. Ours does what `recipes/kto.py` does, in
-bfloat16 as TRL: nothing padded, the reference computed once before training. TRL (1.16) runs with its defaults (bfloat16,
-padded, activations recomputed, a second model for the reference), and with the flags that save work. It takes the mean over
-mismatched answers of a micro-batch, ours of the global batch: with --check, where the model is its own reference, both are 0.
+answer, and one that belongs to another prompt, with the model and with its reference. Ours does what `recipes/kto.py` does:
+nothing padded, the reference computed once before training. TRL (1.16) runs with its defaults (bfloat16, padded, activations
+recomputed, a second model for the reference), and with the flags that save work. It takes the mean over mismatched answers of a
+micro-batch, ours of the global batch: with --check, where the model is its own reference, both are 0.
 `benchmarks/side_by_side.py` says what is timed.
 """
 

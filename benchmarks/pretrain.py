@@ -4,8 +4,8 @@
     python benchmarks/pretrain.py --only head-heavy:0:1 --search --pairs 1
 
 Whole texts, all tokens supervised, one behind the other in rows of the longest text's length (`benchmarks/sft.py` has the
-rows, but for their prompts). Ours does what `recipes/pretrain.py` does, with AdamW and bfloat16 as TRL: texts are cut to fill
-the rows, and each attends to itself alone. TRL packs whole texts, which attend to themselves alone, and recomputes activations;
+rows, but for their prompts). Ours does what `recipes/pretrain.py` does, with AdamW as TRL: texts are cut to fill the rows, and
+each attends to itself alone. TRL packs whole texts, which attend to themselves alone, and recomputes activations;
 its `wrapped` packing cuts texts as ours, and each token attends to the row's earlier texts too. `Trainer` trains on such rows
 as transformers' example script of language modeling does, in TRL's precision: its own is `Trainer + float32`.
 --check compares whole texts.

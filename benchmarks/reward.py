@@ -3,10 +3,10 @@
     python benchmarks/reward.py --pairs 5
     python benchmarks/reward.py --only head-heavy:1:1 --flags --pairs 1
 
-Pairs of a prompt and two answers, those of `benchmarks/dpo.py`. Ours does what `recipes/reward.py` does, in bfloat16 as TRL,
-two pairs at a time: prompts encoded once for both answers, nothing padded. TRL (1.16) runs with its defaults (bfloat16, padded,
-activations recomputed), and with the flags that save work: on a CPU no recomputation, and one pair at a time, which pads least.
-What each flag brings on this machine, --flags measures; --float32 has all sides in that precision.
+Pairs of a prompt and two answers, those of `benchmarks/dpo.py`. Ours does what `recipes/reward.py` does, two pairs at a time:
+prompts encoded once for both answers, nothing padded. TRL (1.16) runs with its defaults (bfloat16, padded, activations
+recomputed), and with the flags that save work: on a CPU no recomputation, and one pair at a time, which pads least. What each
+flag brings on this machine, --flags measures.
 `benchmarks/side_by_side.py` says what is timed. Never run on a GPU yet (--device cuda).
 """
 

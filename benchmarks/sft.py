@@ -3,7 +3,7 @@
     python benchmarks/sft.py --pairs 5
     python benchmarks/sft.py --only head-heavy:1:1 --flags --pairs 1
 
-Ours does what `recipes/sft.py` does, with AdamW and bfloat16 as TRL: packed rows, the head at supervised positions only. TRL
+Ours does what `recipes/sft.py` does, with AdamW as TRL: packed rows, the head at supervised positions only. TRL
 runs with its defaults (1.16: bfloat16, padded, activations recomputed), and with flags that save work: no recomputation and one
 row at a time, so that nothing is padded, or on a GPU packing. What each flag brings on this machine, --flags measures, which to
 take, --search. A step sees as many tokens packed as padded: rows of the longest text's length, as many as hold the mean batch.
@@ -124,7 +124,7 @@ COMPARISON = Comparison(
     peer=trl,
     flags=FLAGS,
     best=BEST_FLAGS,
-    others={f"{OURS}, rows at once: {number}": partial(ours, rows_at_once=number, bf16=True) for number in (1, 2, 4, 8)},
+    others={f"{OURS}, rows at once: {number}": partial(ours, rows_at_once=number) for number in (1, 2, 4, 8)},
     make_rows=make_rows,
     counted=("supervised tokens",),
     default_examples={"cpu": 48, "cuda": 512},

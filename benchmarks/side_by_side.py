@@ -1,4 +1,4 @@
-"""Two trainers side by side: the same model, rows, steps and precision, in turn, each run in a process of its own.
+"""Two trainers side by side: the same model, rows and steps, in turn, each run in a process of its own.
 
 `benchmarks/sft.py`, `lora.py`, `pretrain.py`, `dpo.py`, `kto.py`, `reward.py` and `gkd.py` say what the sides do; here is what
 they share. Models have random weights and rows random tokens: neither changes how long anything takes. That the work is the
@@ -9,6 +9,9 @@ cuda) it is the time that passes, for which nothing else may run. What is counte
 reference model's work: not imports, not loading, not tokenizing, not the making of a trainer. All of these are in the time to
 the first step, which begins with the process. Under our seconds stands their floor (`floor.py`): how much of them no other way
 to train could save.
+
+Ours computes in the precision that a recipe takes on this machine, TRL in its own default, bfloat16, and with its best flags in
+float32 where a CPU is not faster in bfloat16. The table names each; `SIDE, float32` and `SIDE, bfloat16` choose one.
 """
 
 import argparse
@@ -36,7 +39,8 @@ from flag_search import Flags, best_flags, named, settings_of
 BEGAN = time.perf_counter()
 END, PAD, FIRST_WORD = 0, 1, 2
 OURS, DEFAULTS, BEST = "ours", "TRL, its defaults", "TRL, best flags"
-ITS_FLOOR, IN_FLOAT32 = ", its floor", ", float32"  # after a side's name; the first is what floor.py replays of it
+ITS_FLOOR = ", its floor"  # after a side's name: what floor.py replays of it
+PRECISIONS = {"float32": False, "bfloat16": True}  # after a side's name, and whether it is the setting bf16
 
 
 @dataclass(frozen=True)
@@ -189,23 +193,29 @@ class Comparison:
     def usual(self, with_floor: bool, float32: bool) -> list[str]:
         """The sides of a table, in its order."""
         names = [OURS, *([OURS + ITS_FLOOR] if with_floor else []), *self.ours_too, DEFAULTS, BEST]
-        return [f"{name}{IN_FLOAT32}" for name in names] if float32 else names
+        return [f"{name}, float32" for name in names] if float32 else names
 
     def side(self, name: str, device: str) -> Side:
-        """One by its name: `TRL, a + b` is TRL with two of the flags, `SIDE, float32` one in float32."""
-        if name in self.others:
-            return self.others[name]
-        plain = name.removesuffix(IN_FLOAT32)
-        precision = {"bf16": False} if plain != name else {}
-        if plain in (own := {OURS: self.ours, **self.ours_too}):
-            return partial(own[plain], **{"bf16": True, **precision})
-        if plain in (DEFAULTS, "TRL"):
-            return partial(self.peer, **precision)
+        """One by its name: `TRL, a + b` is TRL with two of the flags, `SIDE, float32` a side in that precision."""
+        before, _, last = name.rpartition(", ")
+        plain, precision = (before, {"bf16": PRECISIONS[last]}) if last in PRECISIONS else (name, {})
+        if not precision and plain.endswith("best flags") and not _is_faster_in_bf16(device):
+            precision = {"bf16": False}
+        if plain in (own := {OURS: self.ours, **self.ours_too, **self.others, DEFAULTS: self.peer, "TRL": self.peer}):
+            return partial(own[plain], **precision)
         flags = self.best[device] if plain == BEST else plain.removeprefix("TRL, ")
         if not set(flags.split(" + ")) <= self.flags.keys():
             known = ", ".join([*self.usual(device == "cpu", False), *self.others, *(f"TRL, {each}" for each in self.flags)])
             sys.exit(f"--sides {name!r}: is none of {known}")
-        return partial(self.peer, **settings_of(flags, self.flags), **precision)
+        return partial(self.peer, **{**settings_of(flags, self.flags), **precision})
+
+
+def _is_faster_in_bf16(device: str) -> bool:
+    import torch
+
+    from toolkit.system.devices import is_faster_in_bf16
+
+    return is_faster_in_bf16(torch.device(device))
 
 
 def random_lengths(shape: Shape, count: int, random_numbers: np.random.Generator) -> np.ndarray:
@@ -240,12 +250,12 @@ def compare(comparison: Comparison, description: str | None) -> None:
     parser.add_argument("--batch", type=int, help="examples in a step")
     parser.add_argument("--only", metavar="SHAPE:RATIO", help="one cell, such as head-heavy:1:1")
     named_ones = ", ".join([*comparison.usual(True, False), *comparison.others])
-    sides_help = f"{named_ones}; two flags, as in `TRL, a + b`; SIDE{ITS_FLOOR}; SIDE{IN_FLOAT32}"
+    sides_help = f"{named_ones}; two flags, as in `TRL, a + b`; SIDE{ITS_FLOOR}; SIDE, {' or '.join(PRECISIONS)}"
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help=sides_help)
     parser.add_argument("--flags", action="store_true", help="TRL's defaults, and next to them each of its flags alone")
     parser.add_argument("--search", action="store_true", help="finds TRL's best flags, one after the other")
     parser.add_argument("--check", action="store_true", help="only compare the loss and the gradient's norm of one step")
-    parser.add_argument("--float32", action="store_true", help="all sides in float32, not in bfloat16 as TRL's default is")
+    parser.add_argument("--float32", action="store_true", help="all sides in float32")
     parser.add_argument("--device", choices=[*SHAPES_OF], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1, help="processes; what is shown is rank 0's, but for the tokens of all")
@@ -382,14 +392,14 @@ def _run_one(comparison: Comparison, name: str, settings: Any) -> None:
         from floor import Recorder
 
         recorder = watch.recorder = Recorder()
-        print(f"\n{json.dumps({**side(task), 'seconds': recorder.seconds(), **recorder.held})}")
+        print(f"\n{json.dumps({**side(task), 'seconds': recorder.seconds(), 'bits': _bits(), **recorder.held})}")
         return
     if settings.check:
         side(task)
         logged = watch.logged or json.loads(Path(task.output, "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
         print(f"\n{json.dumps({name: logged[name] for name in ('loss', 'grad_norm')} | {'steps': watch.steps})}")
         return
-    measured = {**side(task), "seconds": task.watch.total(), "first step": task.watch.first_step}
+    measured = {**side(task), "seconds": task.watch.total(), "first step": task.watch.first_step, "bits": _bits()}
     if os.environ.get("RANK", "0") != "0":
         return
     measured["peak GB"] = peak_memory()
@@ -398,6 +408,13 @@ def _run_one(comparison: Comparison, name: str, settings: Any) -> None:
 
         measured["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
     print(f"\n{json.dumps(measured)}")
+
+
+def _bits() -> float:
+    """Of the numbers that this process's Accelerator, ours or Trainer's, multiplies."""
+    from accelerate.state import AcceleratorState
+
+    return 32.0 if AcceleratorState().mixed_precision == "no" else 16.0
 
 
 def peak_memory() -> float:
@@ -421,7 +438,8 @@ def _table(comparison: Comparison, cell: str, results: Results, settings: Any) -
     lines = [f"| {cell} | {' | '.join(columns)} | runs |", "| --- " * (len(columns) + 2) + "|"]
     for side, runs in results.items():
         shown = [_number(medians[side].get(name)) for name in columns] if runs else ["failed", *[""] * (len(columns) - 1)]
-        lines.append(f"| {side} | {' | '.join(shown)} | {len(runs)} |")
+        precision = ("bfloat16" if runs[0]["bits"] == 16 else "float32") if runs else "?"
+        lines.append(f"| {side} ({precision}) | {' | '.join(shown)} | {len(runs)} |")
     ours = next((side for side in medians if side.startswith(OURS)), DEFAULTS)
     base = DEFAULTS if settings.flags or settings.search else ours
     for side, measured in medians.items():
@@ -497,5 +515,5 @@ def our_settings(task: Task) -> dict[str, Any]:
     gpu = task.device == "cuda"
     return {
         "model": task.model, "output_dir": task.output, "lr_scheduler_type": "linear", "save_strategy": "no",
-        "eval_strategy": "no", "use_cpu": not gpu, "bf16": gpu, "torch_compile": gpu,
+        "eval_strategy": "no", "use_cpu": not gpu, "torch_compile": gpu,
     }  # fmt: skip
