@@ -75,6 +75,7 @@ def ours(task: Task, **settings: Any) -> dict[str, float]:
     model = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing)
     rows = task.rows().select_columns(["input_ids", "labels", "length", "supervised_tokens"])
     train, evaluation = tk.build_dataloaders(DatasetDict(train=rows), tk.collate_packed, config, accelerator)
+    train.global_batch_size = train.epoch_size  # packed rows are fewer than texts
     optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     began = task.watch.now()
