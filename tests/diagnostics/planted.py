@@ -45,7 +45,17 @@ def own_collate(changed: str, function: str = _PADDED) -> str:
 
 
 MISTAKES: dict[str, Mistake] = {
-    # labels and masks
+    # rows, labels and masks
+    "rows cut in the collate function": (
+        "accelerated", [("    train, evaluation =", '''    given = collate
+
+    def collate(documents):
+        for document in documents:
+            document["input_ids"] = document["input_ids"][:8]
+        return given(documents)
+
+    train, evaluation =''')], [], "tokens", "def collate",
+    ),
     "unshifted labels": (
         "sft", [(_SFT_LOSS, own_loss("logits.flatten(0, 1), labels.flatten()"))], [], "shift", "logits = model(",
     ),

@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,9 +17,10 @@ import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal
+from toolkit.diagnostics.checks_of_data import check_tokens
 from toolkit.diagnostics.checks_of_steps import check_alone, check_split
 from toolkit.diagnostics.findings import CHECKS
-from toolkit.diagnostics.records import Record, Update
+from toolkit.diagnostics.records import MadeBatch, Record, Update
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
 
 _SPEC = importlib.util.spec_from_file_location("planted", Path(__file__).with_name("planted.py"))
@@ -71,6 +74,35 @@ def test_training_in_evaluation_mode_from_the_first_step_on_is_not_put_down_to_a
     code, report = doctor(str(planted.copy_with(mistake, tmp_path)), "--only", "modes", "--eval-strategy", "no")
     assert (code, [each["check"] for each in report["findings"]]) == (1, ["modes"])
     assert "evaluation" not in report["findings"][0]["change"]
+
+
+_IDS = list(range(3, 12))
+_PAIR = {"prompt_tokens": 4, "chosen_tokens": 3, "rejected_tokens": 2, "pair": 0}
+_WINDOW = {"start_positions": 1, "end_positions": 2, "window": 0, "context_start": 1, "char_starts": [0], "char_ends": [1]}
+_TEXTS = {"text_tokens": [4, 5], "text_keys": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("collate", "document"),
+    [
+        (tk.collate_padded, {"labels": 1}), (partial(tk.collate_padded, layout="packed"), {"labels": 1}), (tk.collate_packed, {}),
+        (tk.collate_lists, {"document_tokens": [4, 5], "labels": [0.0, 1.0]}),
+        (tk.collate_text_groups, _TEXTS), (partial(tk.collate_text_groups, layout="packed"), _TEXTS), (tk.collate_windows, _WINDOW),
+        *((partial(tk.collate_pairs, layout=layout), _PAIR) for layout in ("shared", "packed", "padded")),
+        (tk.collate_answers, {"prompt_tokens": 4, "desirable": True, "answer": 0}),
+        (partial(tk.collate_seq2seq, pad_token_id=0, decoder_start_token_id=0), {"source_tokens": 4}),
+    ],
+)  # fmt: skip
+def test_a_token_that_is_lost_is_counted_in_every_layout(collate: Any, document: dict[str, Any]) -> None:
+    """Of the shorter of two rows, with the id of padding. Fails when: padding or a prompt that is read twice is a mistake, the
+    padding makes up for a lost token of its id, or targets are not looked for in the labels."""
+    longer = [] if "document_tokens" in document else [12]
+    rows = [{"input_ids": np.array(ids), **document} for ids in ([*_IDS, *longer], [*_IDS[:-1], 0])]
+    total = 18 + len(longer)
+    for last, state, seen in ((0, "ok", total), (30, "finding", total - 1)):
+        tensors = collate([rows[0], {**rows[1], "input_ids": np.array([*_IDS[:-1], last])}])
+        outcome = check_tokens(Record(made_batches={0: MadeBatch(tensors, rows, collate, kind="train")}))
+        assert (outcome.state, outcome.note) == (state, f"{seen} of {total} tokens of the rows")
 
 
 @pytest.mark.slow

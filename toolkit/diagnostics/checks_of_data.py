@@ -1,17 +1,58 @@
-"""Checks of what the model is shown: padding, ids, splits."""
+"""Checks of what the model is shown: tokens, padding, ids, splits."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from toolkit.data.loading.batch import MISMATCHED
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Forward, MadeBatch, Record
 
 IGNORED = -100
+HIDDEN = ("masked_lm", "diffusion")  # tasks
 _LEAK = 0.05  # share of held-out examples that are training examples word for word, above which it is no chance
+
+
+def check_tokens(record: Record) -> Outcome:
+    """Each token id is in a micro-batch as often as in its rows; a prompt may be there twice, and so may an id of padding."""
+    if record.task in HIDDEN:
+        return skipped("tokens are hidden on purpose")
+    made = [each for each in record.made_batches.values() if each.kind == "train" and "input_ids" in each.documents[0]]
+    shown = [(each, ids) for each in made if (ids := _ids_in(each))]
+    if not shown:
+        return skipped("no micro-batch with tokens of rows")
+    total = lost = 0
+    where = ""
+    for each, ids in shown:
+        of_rows = Counter(int(token) for document in each.documents for token in document["input_ids"])
+        total, lost = total + of_rows.total(), lost + (of_rows - ids).total()
+        where = where or each.where
+    note = f"{total - lost:,} of {total:,} tokens of the rows"
+    if not lost:
+        return found(note)
+    what = f"{lost:,} of {total:,} tokens of the tokenized rows are not in the micro-batches."
+    change = (
+        "Let the collate function leave rows as long as they are: --max-length cuts them before. What changes tokens on "
+        "purpose is the augment= of tk.build_dataloaders."
+    )
+    return found(note, Finding("tokens", what, change, where))
+
+
+def _ids_in(made: MadeBatch) -> Counter[int]:
+    """How often each token id is in a micro-batch, outside of padding that is masked."""
+    tensors, ids = made.tensors, Counter[int]()
+    for name, values in tensors.items():
+        if name.endswith("input_ids") and not name.startswith(("decoder_", MISMATCHED)) and isinstance(values, torch.Tensor):
+            mask = tensors.get(name.replace("input_ids", "attention_mask"))
+            is_masked = isinstance(mask, torch.Tensor) and mask.shape == values.shape
+            ids.update((values[mask != 0] if is_masked else values.flatten()).tolist())
+    if "source_tokens" in made.documents[0] and isinstance(tensors.get("labels"), torch.Tensor):  # the rest are targets
+        ids.update(tensors["labels"].flatten().tolist())
+    return ids
 
 
 def check_padding(record: Record) -> Outcome:

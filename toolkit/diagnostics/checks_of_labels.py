@@ -11,13 +11,12 @@ import torch
 
 from toolkit.config import Settings
 from toolkit.config.reading import values_of
-from toolkit.diagnostics.checks_of_data import IGNORED, micro_batch_of, rows_of, with_token_labels
+from toolkit.diagnostics.checks_of_data import HIDDEN, IGNORED, micro_batch_of, rows_of, with_token_labels
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Forward, MadeBatch, Record
 
 _CAUSAL = ("sft", "lm")
-_HIDDEN = ("masked_lm", "diffusion")
-_ALIGNED = (*_HIDDEN, "token_classification")
+_ALIGNED = (*HIDDEN, "token_classification")
 _SHOWN = 100  # characters
 _NEAR_END = 3  # tokens: a chat template may write a line break behind the end of a turn
 
@@ -49,7 +48,7 @@ def check_masks(record: Record, config: Settings) -> Outcome:
             "padding and the first token of a document."
         )
         findings.append(Finding("masks", what, change, where))
-    elif record.task in _HIDDEN:
+    elif record.task in HIDDEN:
         findings.append(_nothing_hidden(made))
     elif record.task in _CAUSAL and _has_prompts(record) and not _wants_prompts(config):
         first = next((d for each in made for d in each.documents if supervised_of(d, False) >= len(d["input_ids"]) - 1), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
-from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_tokenizer
+from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_tokenizer, check_tokens
 from toolkit.diagnostics.checks_of_labels import check_ends, check_masks, check_shift, check_spans, check_stops
 from toolkit.diagnostics.checks_of_runs import (
     check_evaluation,
@@ -92,6 +92,7 @@ def _outcomes(runs: Runs, config: Settings, folder: Path, only: Collection[str])
         "finite": lambda: check_finite(runs.records),
         "split": lambda: check_split(split, whole, config),
         "alone": lambda: check_alone(whole, config),
+        "tokens": lambda: check_tokens(record),
         "masks": lambda: check_masks(record, config),
         "shift": lambda: check_shift(record),
         "spans": lambda: check_spans(record),

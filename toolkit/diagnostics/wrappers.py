@@ -88,8 +88,9 @@ def built_loaders(watch: Watch, original: Callable[..., Any], *values: Any, **na
 
 
 def collated(watch: Watch, collate: Callable[[Documents], dict[str, Any]], documents: Documents) -> dict[str, Any]:
+    kept = [dict(document) for document in documents]  # as they are before: it may shorten them in their place
     made = collate(documents)
-    watch.record.made_batches[id(made)] = MadeBatch(made, documents, collate, watch.place_of(collate))
+    watch.record.made_batches[id(made)] = MadeBatch(made, kept, collate, watch.place_of(collate))
     return made
 
 
