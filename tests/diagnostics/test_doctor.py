@@ -17,7 +17,9 @@ import toolkit as tk
 from toolkit.cli.main import app
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal
-from toolkit.diagnostics.checks_of_data import check_tokens
+from toolkit.diagnostics.checks_of_data import check_padding, check_tokens
+from toolkit.diagnostics.checks_of_labels import check_masks, check_stops
+from toolkit.diagnostics.checks_of_runs import check_overfit
 from toolkit.diagnostics.checks_of_steps import check_alone, check_split
 from toolkit.diagnostics.findings import CHECKS
 from toolkit.diagnostics.records import MadeBatch, Record, Update
@@ -103,6 +105,17 @@ def test_a_token_that_is_lost_is_counted_in_every_layout(collate: Any, document:
         tensors = collate([rows[0], {**rows[1], "input_ids": np.array([*_IDS[:-1], last])}])
         outcome = check_tokens(Record(made_batches={0: MadeBatch(tensors, rows, collate, kind="train")}))
         assert (outcome.state, outcome.note) == (state, f"{seen} of {total} tokens of the rows")
+
+
+def test_a_check_that_looked_at_nothing_does_not_say_ok(tmp_path: Path) -> None:
+    """Of rows without padding and with labels of whole examples, at a low rate. Fails when: that is ok for one of them."""
+    rows = [{"input_ids": np.array(_IDS), "labels": 1}] * 2
+    made = MadeBatch(tk.collate_padded(rows), rows, tk.collate_padded, kind="train")
+    update = Update([1e-6], {}, {}, None, 1, "")
+    record = Record(task="sft", tokenizer=tk.load_tokenizer(tk.ModelConfig()), made_batches={0: made}, updates=[update], events=[{"loss": 1.0}] * 10)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    outcomes = check_padding(record), check_masks(record, tk.ModelConfig()), check_overfit(record), check_stops(record, tmp_path)
+    assert [each.state for each in outcomes] == ["skipped"] * 4
 
 
 @pytest.mark.slow

@@ -104,6 +104,8 @@ def check_padding(record: Record) -> Outcome:
             break
     if not made:
         return skipped("no micro-batch with rows of tokens")
+    if not (padded or packed or any(findings)):
+        return skipped("no forward pass with padding, or with several documents in a row")
     return found(f"{padded} padded and {packed} packed micro-batches", *findings)
 
 

@@ -26,7 +26,7 @@ def check_masks(record: Record, config: Settings) -> Outcome:
     findings: list[Finding | None] = [_counted_in_loss(record)]
     made = [each for each in with_token_labels(record) if each.kind == "train"]
     if not made:
-        return found("labels of whole examples", *findings) if not any(findings) else found("", *findings)
+        return found("", *findings) if any(findings) else skipped("labels of whole examples")
     aligned = record.task in _ALIGNED
     total = supervised = said = 0
     where = ""
@@ -290,7 +290,9 @@ def check_stops(record: Record, directory: Path) -> Outcome:
     ended = sum(bool(stops & set(labels[-_NEAR_END:])) for labels in answers)
     shown = _shown(stops, record.tokenizer) or "no token"
     note = f"{ended} of {len(answers)} answers end with a token at which it stops: {shown}"
-    if not answers or ended >= len(answers) / 2:
+    if not answers:
+        return skipped("no answers were seen")
+    if ended >= len(answers) / 2:
         return found(note)
     what = (
         f"Generation stops at {shown}, and {len(answers) - ended} of {len(answers)} answers end with another token: the model "

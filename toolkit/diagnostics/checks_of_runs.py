@@ -145,7 +145,7 @@ def check_overfit(record: Record) -> Outcome:
     first, last = losses[0], sum(losses[-5:]) / 5
     note = f"loss {first:.4g}, after {len(losses)} steps {last:.4g}"
     if rate < 1e-3:
-        return found(f"{note}; the recipe's own rate of {rate:.1e} is too low to tell")
+        return skipped(f"{note}; the recipe's own rate of {rate:.1e} is too low to tell")
     if has_learned(losses, record.task):
         return found(note)
     what = (
