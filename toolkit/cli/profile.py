@@ -101,6 +101,8 @@ def _show(script: str, profile: "Profile") -> None:
     where = f" on {ranks} ranks ({profile.engine})" if ranks else ""
     say(f"{script}{where}: a step takes {1000 * profile.step:.0f} ms{speed}{used} ({profile.device})", style=BOLD)
     for phase, seconds in profile.seconds.items():
+        if phase in ("sampling", "scoring") and profile.share(phase) < 0.001:  # of recipes that have it
+            continue
         bar = "#" * round(40 * profile.share(phase))
         late = f"{_ms(profile.slowest(phase)[1])} on rank {profile.slowest(phase)[0]}" if differs(profile, phase) else ""
         say(f"  {phase:<15}{_ms(seconds)}{profile.share(phase):>7.1%}{f'  {late:<24}' if ranks else ''}  {bar}".rstrip())

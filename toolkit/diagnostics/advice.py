@@ -18,7 +18,8 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
     workers = f"--dataloader-num-workers {max(2, 2 * (settings.get('dataloader_num_workers') or 0))}"
     waiting = profile.share("communication") * profile.waiting
     transfer = profile.share("communication") - waiting
-    rivals = waiting, transfer, profile.share("data"), profile.padding, profile.share("other")
+    of_loop = (profile.share(phase) for phase in ("data", "sampling", "scoring", "other"))
+    rivals = waiting, transfer, profile.padding, *of_loop
     if (saving := profile.saving) and saving.saves > 1 and saving.share > max(0.1, *rivals):
         return f"{saving.share:.0%} of the run is saving: {_save_less(saving, profile.step, settings)}"
     if waiting > 0.1:
@@ -33,6 +34,11 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
         return f"{profile.padding:.0%} of the positions are padding: take {way}."
     if half and multiplies_bf16(profile.device):
         return f"This {'GPU' if profile.device == 'cuda' else 'CPU'} multiplies bfloat16 faster than float32: take --bf16."
+    if profile.share("scoring") > 0.15:
+        processes = f"--reward-processes {2 * max(1, settings.get('reward_processes') or 0)}"
+        return f"{profile.share('scoring'):.0%} of a step is rewards: look at what they compute, or take {processes}."
+    if profile.share("sampling") > 0.3:
+        return f"{profile.share('sampling'):.0%} of a step is sampling: {_sample_less(profile, settings)}"
     if profile.share("optimizer") + profile.share("clipping") > 0.3:
         share = profile.share("optimizer") + profile.share("clipping")
         return f"{share:.0%} of a step is the update: take larger batches (--global-batch-size), so that there are fewer."
@@ -57,6 +63,15 @@ _LESS_TRANSFER: dict[Exchanged, str] = {
     "gradients": "take larger micro-batches and fewer of them (--per-device-train-batch-size, --gradient-accumulation-steps).",
     "weights": "every micro-batch gathers the weights: take larger and fewer ones, or --zero-stage 2 where it fits.",
 }  # fmt: skip
+
+
+def _sample_less(profile: Profile, settings: Mapping[str, Any]) -> str:
+    if "on_policy_share" in settings:
+        return "take a shorter --max-new-tokens, or a smaller --on-policy-share."
+    shorter = "take a shorter --max-completion-length"
+    if settings.get("rollout_server"):
+        return f"{shorter}, or give the server more devices."
+    return f"{shorter}{', or let a server sample (--rollout-server)' if profile.device == 'cuda' else ''}."
 
 
 def _save_less(saving: Saving, step_seconds: float, settings: Mapping[str, Any]) -> str:

@@ -38,7 +38,9 @@ from toolkit.training.run import Run
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
 LEAST_STEPS = 3  # that are timed
-PHASES = ("data", "forward", "backward", "clipping", "optimizer", "other")
+PHASES = ("data", "sampling", "scoring", "forward", "backward", "clipping", "optimizer", "other")
+# Public functions that a loop calls itself, and the phase that each is.
+_CALLED = {"sample_rollouts": "sampling", "with_own_answers": "sampling", "score_rollouts": "scoring", "with_logps": "forward"}
 
 
 class _Enough(BaseException):
@@ -258,6 +260,8 @@ def _timed(timer: _Timer) -> Iterator[None]:
         for loader in (TrainLoader, StreamLoader):
             replace.attribute(loader, "batches", functools.partial(_batches, timer))
         replace.attribute(Run, "__iter__", functools.partial(_followed, timer))
+        for name, phase in _CALLED.items():
+            replace.public(name, functools.partial(_in_phase, timer, phase))
         replace.attribute(torch.Tensor, "backward", functools.partial(_in_phase, timer, "backward"))
         replace.attribute(training_step, "accumulate_micro_batch", functools.partial(_in_phase, timer, "forward"))
         replace.attribute(Window, "event", functools.partial(_logged, timer))
@@ -267,7 +271,7 @@ def _timed(timer: _Timer) -> Iterator[None]:
         yield
 
 
-def _in_phase(timer: _Timer, phase: str, original: Callable[..., Any], *values: object, **named: object) -> Any:
+def _in_phase(timer: _Timer, phase: str, original: Callable[..., Any], /, *values: object, **named: object) -> Any:
     with timer.during(phase):
         return original(*values, **named)
 
