@@ -488,6 +488,25 @@ def test_a_command_that_fits_starts_the_same_run_from_the_same_folder(
     assert shown == f"toolkit train sft {command}", done.output
 
 
+def test_a_search_shows_how_far_it_is_and_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute a plan, and nothing fits. Fails when: there is no line of progress, of --largest as well; what fits least is not named."""
+
+    def planned(main: Any, config: Any, *_: Any, **__: Any) -> Plan:
+        now[0] += 60
+        return Plan({"activations": (100 + config.per_device_train_batch_size - 50 * config.gradient_checkpointing) * GIB}, "activations")
+
+    now = [0.0]
+    monkeypatch.setattr("toolkit.diagnostics.plan.plan", planned)
+    monkeypatch.setattr("toolkit.system.progress.time.monotonic", lambda: now[0])
+    done = CliRunner().invoke(app, ["plan", "sft", "--device", "24gb", "--largest"], prog_name="toolkit")
+    assert re.findall(r"^Planning micro-batches: (\d+) plans, \d plans/min", done.stderr, re.M)
+    tried = re.findall(r"^Planning: (\d+) settings, \d settings/min", done.stderr, re.M)
+    (last,) = re.findall(r"none of the (\d+) .* 5\d\.\d+ GiB, with .*--gradient-checkpointing", done.stdout)
+    assert len(tried) > 5
+    assert int(last) >= int(tried[-1])
+    assert "toolkit train" not in done.stdout
+
+
 def test_time_and_cost_are_of_all_steps() -> None:
     """Fails when: the cost is of one step, or of seconds."""
     found = plan("accelerated", "--max-steps", "1800", "--step-seconds", "2", "--price", "40").stdout

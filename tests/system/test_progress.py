@@ -45,7 +45,7 @@ def test_short_work_says_nothing_and_a_total_may_be_unknown(clock: list[float], 
     with progress("Downloading", "B", 5_000_000) as add:
         clock[0] += 60
         add(6_000_000)
-    assert capsys.readouterr().err == "Downloading: 6 of 5 MB, 0 MB/s, ETA 0:00\n"
+    assert capsys.readouterr().err == "Downloading: 6 of 5 MB, 6 MB/min, ETA 0:00\n"
 
 
 def test_a_terminal_has_a_bar_and_no_lines(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import typer
 
 from toolkit.command_line.placement import ConfigFile, Processes
 from toolkit.command_line.recipe_file import Recipe, find_accelerate_config, recipe_and_options, without_flags
-from toolkit.system.console import BOLD, GREEN, RED, as_typed, say
+from toolkit.system.console import BOLD, GREEN, RED, as_typed, say, show_moving_line
+from toolkit.system.progress import progress, with_progress
 
 if TYPE_CHECKING:
     from toolkit.config import Settings
@@ -114,7 +115,14 @@ def _placed(values: dict[str, Any]) -> list[str]:
 def _largest(config: "Settings", device: "Device", make: Any) -> int | None:
     from toolkit.diagnostics.fitting import largest_micro_batch
 
-    found = largest_micro_batch(config, device, make)
+    with progress("Planning micro-batches", "plans") as add:
+
+        def count(changed: "Settings") -> "Plan":
+            plan = make(changed)
+            add(1)
+            return plan
+
+        found = largest_micro_batch(config, device, count)
     return found[0] if found else None
 
 
@@ -157,14 +165,19 @@ def _show_alternatives(config: "Settings", device: "Device", make: Any, train: l
     from toolkit.diagnostics.fitting import alternatives, needed
 
     say("looking for what fits, the cheapest first ...", error=True)
-    none = True
-    for changes, plan in alternatives(config, device, make):
-        none = False
-        flags = [word for name, value in changes.items() for word in _as_flag(name, value)]
-        say(f"  {_gib(needed(plan, device))} with {' '.join(flags)}")
-        say(f"    {as_typed(*train, *without_flags(words, changes, settings_of(type(config))), *flags)}")
-    if none:
-        say("  nothing that was tried fits: take a smaller model, a shorter --max-length or a larger device, or shard it.")
+    tried: list[tuple[int, str]] = []
+    for changes, plan in with_progress(alternatives(config, device, make), "Planning", "settings", None, lambda _: 1):
+        size, flags = needed(plan, device), [word for name, value in changes.items() for word in _as_flag(name, value)]
+        tried.append((size, " ".join(flags) or "what is given"))
+        if size <= device.memory:
+            if sys.stderr.isatty():
+                show_moving_line()  # the bar is there
+            say(f"  {_gib(size)} with {' '.join(flags)}")
+            say(f"    {as_typed(*train, *without_flags(words, changes, settings_of(type(config))), *flags)}")
+    least, flags_of_least = min(tried)
+    if least > device.memory:
+        say(f"  none of the {len(tried)} that were tried fits. The least is {_gib(least)}, with {flags_of_least}.")
+        say("  Take a smaller model, a shorter --max-length or a larger device, or shard it.")
 
 
 def _as_flag(name: str, value: Any) -> list[str]:

@@ -30,7 +30,7 @@ def needed(plan: Plan, device: Device) -> int:
 
 
 def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tuple[dict[str, Any], Plan]]:
-    """Changed settings under which the run fits, each with its plan; first those that cost least time.
+    """Changes of settings that may make the run fit, each with its plan, until ENOUGH do; first those that cost least time.
 
     A smaller micro-batch and recomputed activations give the same gradients; bf16 rounds, also weights, and an adapter trains
     something else.
@@ -44,11 +44,10 @@ def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tu
             size = -(-size // 2)
             changes = {**changes, "per_device_eval_batch_size": size}
             plan = make(with_changes(config, changes))
-        if needed(plan, device) <= device.memory:
-            yield changes, plan
-            found += 1
-            if found == ENOUGH:
-                return
+        yield changes, plan
+        found += needed(plan, device) <= device.memory
+        if found == ENOUGH:
+            return
 
 
 def _candidates(config: Settings, device: Device) -> Iterator[dict[str, Any]]:

@@ -57,4 +57,5 @@ def _amounts(done: int, total: int | None, unit: str, rate: float) -> str:
     scale, name = (1e6, "MB") if unit == "B" else (1.0, unit)
     of = "" if total is None else f" of {total / scale:,.0f}"
     left = "" if total is None or not rate else f", ETA {show_time(max(0, total - done) / rate)}"
-    return f"{done / scale:,.0f}{of} {name}, {rate / scale:,.0f} {name}/s{left}"
+    speed = f"{rate / scale:,.0f} {name}/s" if rate >= scale else f"{60 * rate / scale:,.0f} {name}/min"
+    return f"{done / scale:,.0f}{of} {name}, {speed}{left}"
