@@ -165,8 +165,7 @@ def test_what_a_recipe_prints_is_not_in_the_report(tmp_path: Path) -> None:
 def test_no_recipe_of_the_toolkit_is_accused(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: a check takes what one recipe does on purpose for a mistake."""
     monkeypatch.chdir(tmp_path)  # where `make demo` has left no model to begin with
-    teacher = ["--teacher", write_classifier(tmp_path / "teacher")] if recipe == "distill_classifier" else []
-    code, report = doctor(recipe, *teacher)
+    code, report = doctor(recipe)
     assert (code, report["findings"]) == (0, [])
 
 
@@ -284,6 +283,14 @@ def test_a_model_directory_is_made_small_and_keeps_its_kind(tmp_path: Path) -> N
     assert all(not torch.equal(tensor, others[name]) for name, tensor in weights.items() if tensor.dim() > 1)
     with pytest.raises(Refusal, match="neither a directory nor"):
         with_small_model(tk.ModelConfig(model=str(tmp_path / "nothing")), tmp_path / "other")
+
+
+def test_a_classifier_without_a_teacher_gets_one_of_the_datas_classes(tmp_path: Path) -> None:
+    """Fails when: one is asked for, or it is a language model."""
+    config = config_class_of_file(planted.RECIPES / "distill_classifier.py")(max_train_examples=40)
+    read = transformers.AutoConfig.from_pretrained(with_small_teacher(config, tmp_path).teacher)
+    assert read.architectures == ["BertForSequenceClassification"]
+    assert read.label2id == tk.label_settings(tk.load_splits(config), config)["label2id"]
 
 
 def test_a_refusal_of_a_model_names_the_one_that_was_given(tmp_path: Path) -> None:

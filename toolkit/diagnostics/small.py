@@ -9,11 +9,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from toolkit.config import ClassifierDistillationConfig, ModelConfig, Refusal, Settings
+from toolkit.config import ClassificationConfig, ClassifierDistillationConfig, DataConfig, ModelConfig, Refusal, Settings
 from toolkit.config.conditions import is_adapter, is_built_in, is_on_a_server
 from toolkit.config.reading import values_of
+from toolkit.data.sources.load import load_splits
+from toolkit.data.tokenize.labels import label_settings
 from toolkit.diagnostics.compat import random_model
 from toolkit.diagnostics.wrappers import HELD_OUT
+from toolkit.models.fitted_tokenizer import pad_apart_from_end
 from toolkit.models.load import load_model, pretrained_config
 from toolkit.models.shapes import LAYERS
 from toolkit.models.tokenizer import load_tokenizer
@@ -87,16 +90,11 @@ def with_small_model(config: AnyConfig, folder: Path, seed: int = 0) -> AnyConfi
 
 
 def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
-    """The config with a random small teacher, of a recipe that has one: of the kind it names, or of the student's tokens.
-
-    Raises:
-        Refusal: none is named, and a teacher of the student's tokens is not enough: a classifier's has the data's classes.
-    """
+    """The config with a random small teacher, of a recipe that has one: of the kind it names, or of the student's tokens and,
+    of a classifier, the classes of the data."""
     values: Any = values_of(config)
     if "teacher" not in values or values.get("self_distillation") is not None:
         return config
-    if values["teacher"] is None and isinstance(config, ClassifierDistillationConfig):
-        raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, which would be looked at.")
     if values["teacher"] is not None and not is_on_a_server(values["teacher"]):
         named: dict[str, Any] = {"model": find_model(values["teacher"]), "model_revision": values["teacher_revision"]}
         named["tokenizer"] = None
@@ -104,9 +102,16 @@ def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
         teacher = with_small_model(dataclasses.replace(config, **named), folder, other_seed)
         found: dict[str, Any] = {"teacher": values_of(teacher)["model"], "teacher_revision": None}
         return dataclasses.replace(config, **found)
-    tokenizer = load_tokenizer(cast(ModelConfig, config))
-    shape = ModelConfig(model="tiny-llama", num_attention_heads=4, **_NARROW)
-    load_model("AutoModelForCausalLM", shape, tokenizer).save_pretrained(folder)
+    tokenizer: Any = load_tokenizer(cast(ModelConfig, config))
+    labels: dict[str, Any] = {}
+    shape, auto_class = "tiny-llama", "AutoModelForCausalLM"
+    if isinstance(config, ClassifierDistillationConfig):
+        tokenizer = pad_apart_from_end(tokenizer)
+        rows = load_splits(cast(DataConfig, shortened(config, folder, {})))
+        labels = label_settings(rows, cast(ClassificationConfig, config))
+        shape, auto_class = "tiny-bert", "AutoModelForSequenceClassification"
+    small = ModelConfig(model=shape, num_attention_heads=4, **_NARROW)
+    load_model(auto_class, small, tokenizer, **labels).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     changes: dict[str, Any] = {"teacher": str(folder)}
     return dataclasses.replace(config, **changes)
