@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.data.loading.loaders import build_dataloaders
+from toolkit.system.console import warn_once
 
 
 class Rank:
@@ -252,6 +253,32 @@ def test_an_order_is_refused_where_something_else_decides_on_it(setting: str) ->
     splits = {"train": train.to_iterable_dataset() if streamed else train}
     with pytest.raises(Refusal, match=setting.replace("_", "-")):
         build_dataloaders(splits, collate_packed, config, order=easy_first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [({"global_batch_size": 46, "max_steps": 1}, "2.0 times over the 23"), ({"global_batch_size": 23, "max_steps": 1}, ""),
+     ({"global_batch_size": 10**6, "num_train_epochs": 1.0}, ""), ({"gradient_accumulation_steps": 10, "num_train_epochs": 1.5}, "1.5 times")],
+)  # fmt: skip
+def test_a_step_that_has_examples_twice_says_so(settings: dict, times: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails when: the end of the run, which a step does not go beyond, is not looked at, or each rank says it."""
+    warn_once.cache_clear()
+    splits = {"train": token_dataset()}
+    build_dataloaders(splits, collate_padded, DataConfig(**settings), Rank(1, 2))
+    assert capsys.readouterr().err == ""
+    build_dataloaders(splits, collate_padded, DataConfig(**settings))
+    said = capsys.readouterr().err
+    assert (times in said, "--global-batch-size" in said) == (True, bool(times))
+
+
+def test_a_step_that_memory_cannot_hold_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 23 examples, for which 1 MB is enough. Fails when: nothing is refused, or of several ranks each is taken to read all."""
+    monkeypatch.setattr("toolkit.data.loading.loaders.free_memory", lambda device: 10**6)
+    config = DataConfig(global_batch_size=10_000, max_steps=1)
+    build_dataloaders({"train": token_dataset()}, collate_padded, DataConfig(global_batch_size=23, max_steps=1))
+    build_dataloaders({"train": token_dataset()}, collate_padded, config, Rank(0, 64))
+    with pytest.raises(Refusal, match="--global-batch-size: the 10,000 examples"):
+        build_dataloaders({"train": token_dataset()}, collate_padded, config)
 
 
 def test_what_is_no_tokenized_split_is_refused() -> None:
