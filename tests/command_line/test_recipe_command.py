@@ -61,6 +61,8 @@ def main(config: Config) -> tk.Summary:
         raise Stopped("saved at step 3; continue with --resume")
     if config.end == "crash":
         raise ZeroDivisionError("a bug")
+    if config.end in ("Python", "torch"):
+        raise MemoryError if config.end == "Python" else RuntimeError("DefaultCPUAllocator: can't allocate memory: 64 bytes")
     if config.end == "sentence":
         raise SystemExit("plain exit")
 
@@ -296,6 +298,15 @@ def test_expected_ends_have_their_exit_code_and_message_without_traceback(recipe
     """Fails when run_recipe lets Refusal or an exception with an exit_code pass, or takes one that is a KeyboardInterrupt too for Ctrl-C."""
     done = run(recipe, "--end", end)
     assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.parametrize(("end", "said"), [("Python", "MemoryError"), ("torch", "64 bytes")])
+def test_memory_that_runs_out_before_a_run_is_one_message_with_the_line(recipe: Path, end: str, said: str) -> None:
+    """As while a model is loaded or rows are tokenized. Fails when: it is a traceback, or of one of the two alone."""
+    done = run(recipe, "--end", end)
+    line = next(number for number, text in enumerate(RECIPE.splitlines(), 1) if "raise MemoryError" in text)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert re.search(rf"out of memory at {re.escape(str(recipe))}:{line}: .*{said}", done.stderr), done.stderr
 
 
 def test_bug_keeps_its_traceback(recipe: Path) -> None:

@@ -20,7 +20,8 @@ from toolkit.config import Refusal, Settings, changed_settings, check_together, 
 from toolkit.config.reading import forget_reads, values_of
 from toolkit.distributed.heartbeat import explained_by_ranks, failed_alone
 from toolkit.distributed.mpi import adopt_mpi_ranks
-from toolkit.system.console import keep_bars_out_of_logs, say
+from toolkit.system.console import first_line, keep_bars_out_of_logs, say
+from toolkit.system.free_memory import OutOfMemory, is_out_of_memory
 from toolkit.system.standard_streams import outlive_the_log
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -64,7 +65,7 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
             print_refusal(Refusal(f"rank {os.environ['RANK']}: {refusal}") if alone else refusal)
         sys.exit(EXIT_REFUSED)
     except BaseException as error:
-        error = explained_by_ranks(error)
+        error = _explained_by_memory(explained_by_ranks(error), Path(main.__code__.co_filename))
         failed_alone()
         exit_code = getattr(error, "exit_code", None)
         if exit_code is None:
@@ -77,6 +78,16 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
         if os.environ.get("RANK", "0") == "0" or getattr(error, "on_every_rank", False):
             say(error, error=True)
         sys.exit(exit_code)
+
+
+def _explained_by_memory(error: BaseException, script: Path) -> BaseException:
+    """An `OutOfMemory` with the recipe's line where none was left outside of a run, which says so itself; else the error."""
+    if not isinstance(error, (MemoryError, RuntimeError)) or not is_out_of_memory(error):
+        return error
+    return OutOfMemory(
+        f"out of memory at {script}:{_last_line(error, script)}: {first_line(error)}\nTake a smaller model, its weights in "
+        "half precision (--dtype bfloat16), fewer examples, or a larger machine: `toolkit plan` finds what is needed."
+    )
 
 
 def _end_interrupted() -> NoReturn:

@@ -1,12 +1,30 @@
-"""How much memory a device has left, and what limits the memory of this process."""
+"""How much memory a device has left, what limits the memory of this process, and the error where none is left."""
+
+from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _CONTAINER = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class OutOfMemory(Exception):
+    """A device, or the CPU, ran out of memory; the message has what to change."""
+
+    exit_code = 1
+    on_every_rank = True  # it may be the only one with this error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, Python or numpy is that a device, or the CPU, has no memory left. Torch may not be loaded."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")  # torch's, of a device and of the CPU
+    )
 
 
 def container_limit() -> int | None:
@@ -17,6 +35,8 @@ def container_limit() -> int | None:
 def free_memory(device: torch.device) -> int | None:
     """Bytes that this process may still take on a device; a CPU's are shared with the ranks next to it. None: not known."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
@@ -37,6 +57,8 @@ def free_memory(device: torch.device) -> int | None:
 def memory_held(device: torch.device) -> int:
     """Bytes that this process holds on a device."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.memory_allocated(device)
     import psutil
 

@@ -15,7 +15,7 @@ from toolkit.distributed.ranks import largest
 from toolkit.optim.muon import workspace
 from toolkit.optim.rounding import StochasticRounding
 from toolkit.system.console import say
-from toolkit.system.free_memory import free_memory, memory_held
+from toolkit.system.free_memory import free_memory, is_out_of_memory, memory_held
 from toolkit.training.step import LossFn, to_device
 
 if TYPE_CHECKING:
@@ -29,13 +29,6 @@ WHAT_HELPS = "Lower --max-length, take --gradient-checkpointing, --bf16, another
 
 _INNER = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner")  # of feed-forward layers
 _UNITS = ("examples", "tokens", "weight", "pairs", "chosen_tokens", "desirable", "undesirable", "documents", "comparisons")
-
-
-class OutOfMemory(Exception):
-    """The device ran out of memory in the middle of a run; the message has what to change."""
-
-    exit_code = 1
-    on_every_rank = True  # it may be the only one with this error
 
 
 def fit_micro_batch(
@@ -148,10 +141,3 @@ def _fits(
         model.zero_grad(set_to_none=True)
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, Python or numpy is that a device, or the CPU, has no memory left."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        words in str(error) for words in ("out of memory", "can't allocate memory")
-    )

@@ -15,8 +15,9 @@ from toolkit import checkpoint as ckpt
 from toolkit.distributed.heartbeat import RankLost, is_of_collective
 from toolkit.distributed.launch import TRAIN_OPTIONS
 from toolkit.system.console import as_typed, first_line
+from toolkit.system.free_memory import OutOfMemory, is_out_of_memory
 from toolkit.system.interruptions import Interrupted, InterruptedByKeyboard
-from toolkit.training.memory import WHAT_HELPS, OutOfMemory, is_out_of_memory
+from toolkit.training.memory import WHAT_HELPS
 
 if TYPE_CHECKING:
     from toolkit.config import RunConfig
