@@ -230,14 +230,16 @@ def test_examples_longer_than_the_context_are_refused():
 
 
 def test_a_recipes_length_is_checked_when_the_model_is_loaded():
-    """Fails when: load_model does not call check_context."""
+    """Fails when: load_model does not call check_context, or it says of a length that was given, or of none, that it's the default."""
 
     @dataclass(frozen=True)
     class Config(ModelConfig, DataConfig):
         max_length: int = 2048
 
-    with pytest.raises(Refusal, match="--max-length 2048: the model has 1024"):
+    with pytest.raises(Refusal, match=r"--max-length 2048 \(the default\): the model has 1024"):
         load_model(CAUSAL, Config())
+    with pytest.raises(Refusal, match="--max-length 4096: the model has 1024"):
+        load_model(CAUSAL, Config(max_length=4096))
 
 
 # -------------------------------------------------------------------------------------------------- recomputation, compilation

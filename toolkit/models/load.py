@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.config import AdapterConfig, DataConfig, DeviceConfig, ModelConfig, Refusal
+from toolkit.config import AdapterConfig, DataConfig, DeviceConfig, ModelConfig, Refusal, changed_settings
 from toolkit.config.conditions import is_adapter, is_built_in
 from toolkit.distributed.compat import settled_precision
 from toolkit.distributed.ranks import say_once
@@ -85,7 +85,7 @@ def load_model(
             setattr(model_config, name, value)
         set_dropout(model_config, config.dropout, config.attention_dropout)
         if isinstance(config, DataConfig):
-            check_context(model_config, config.max_length)
+            check_context(model_config, config.max_length, "max_length" not in changed_settings(config))
         model_class = _model_class(auto, auto_class, model_config, config)
     if auto_class == "AutoModelForSequenceClassification" and model_config.is_encoder_decoder:
         _check_ends(tokenizer, config)

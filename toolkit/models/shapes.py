@@ -95,13 +95,13 @@ def check_config_files(directory: Path, shown: str) -> None:
                     raise Refusal(f"{where}: {key} is {layers}; at most {MOST_LAYERS:,} are made. Correct the file.")
 
 
-def check_context(model_config: PretrainedConfig, max_length: int) -> None:
-    """Refuse examples longer than the positions a model has."""
+def check_context(model_config: PretrainedConfig, max_length: int, is_default: bool = False) -> None:
+    """Refuse examples longer than the positions a model has; `is_default`: nobody may have typed that length."""
     longest = positions_of(model_config)
     if longest is not None and max_length > longest:
         raise Refusal(
-            f"--max-length {max_length}: the model has {longest} positions (max_position_embeddings). "
-            f"Take --max-length {longest}, or another model."
+            f"--max-length {max_length}{' (the default)' if is_default else ''}: the model has {longest} positions "
+            f"(max_position_embeddings). Take --max-length {longest}, or another model."
         )
 
 
