@@ -219,6 +219,22 @@ def test_a_rank_that_failed_is_told_from_one_that_ended_in_order() -> None:
         first.close()
 
 
+def test_where_the_store_has_gone_with_rank_0_no_other_rank_is_named(open_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rank 0 is killed. Fails when: a rank whose signs can't be read counts as silent, or the launcher's store as rank 0's."""
+
+    class Gone:
+        def set(self, *_: object) -> None:
+            raise dist.DistNetworkError("Broken pipe")
+
+    heartbeats, _ = open_ranks(3)
+    time.sleep(0.3)
+    for each in heartbeats:
+        each._store = Gone()
+    assert [each.missing(0.3) for each in heartbeats] == [[1, 2], [0], [0]]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert heartbeats[2].missing(0.3) == [0, 1]
+
+
 def test_nothing_is_sent_to_a_store_that_ends_with_rank_0() -> None:
     """Torch prints a page for each attempt. Fails when: `_exchange` goes on after rank 0's farewell, or takes its end for silence."""
     store, heard = dist.PrefixStore("heartbeat", dist.HashStore()), []

@@ -81,7 +81,7 @@ class Heartbeat:
         self._step, self._entered, self._farewell = _PREPARING, 0, 0
         self.how_to_continue: Callable[[], str] = str
         self._others = {other: _Seen() for other in range(world_size) if other != rank}
-        self._store_answered, self._store_reported = time.monotonic(), False
+        self._store_answered, self._store_reported, self._store_has_gone = time.monotonic(), False, False
         # Two threads: an operation on a store whose process is stopped never returns, and that must be reported too.
         exchange, watch = functools.partial(self._exchange, store), self._watch
         self._threads = [threading.Thread(target=each, daemon=True) for each in (exchange, watch)]
@@ -106,6 +106,8 @@ class Heartbeat:
         time.sleep(2 * self.interval)  # a last sign may still be on its way
         before = {other: seen.count for other, seen in self._others.items()}
         time.sleep(seconds)
+        if self._store_has_gone and not _store_is_in_launcher() and 0 in self._others and self._others[0].count > _FAREWELL:
+            return [0]  # which held the store: without it no rank hears of any other
         ended = self._closing.is_set()  # with the store: nothing is known of the others any more
         return [rank for rank, seen in self._others.items() if seen.count == before[rank] > _FAREWELL and not ended]
 
@@ -150,6 +152,7 @@ class Heartbeat:
         while not self._closing.is_set():
             count += 1
             if not self._publish(count):
+                self._store_has_gone = True
                 return  # for good: torch prints a page for each attempt to reach a store that has gone
             if 0 in self._others and self._others[0].count < 0 and not _store_is_in_launcher():
                 self._closing.set()  # the store ends with rank 0
