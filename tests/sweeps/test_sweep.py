@@ -22,7 +22,7 @@ from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
 from toolkit.sweeps.results import best_trials, result_of, trials_of
 from toolkit.sweeps.space import Point, read_space
 from toolkit.sweeps.storage import JournalDatabase, open_journal
-from toolkit.sweeps.strategies import grid_size
+from toolkit.sweeps.strategies import count_points, make_strategy
 
 SEARCH = ["x=float:-2..2", "y=log:1e-3..1e3", "n=int:1..9"]
 
@@ -142,6 +142,24 @@ def test_ranges_hold_both_ends_and_nothing_else(search: str, make: Callable[[flo
         assert sum(float(value) < 1e-4 for value in values) == pytest.approx(2000, abs=2)
 
 
+def test_random_draws_of_choices_are_every_combination_once_in_an_order_of_the_seed(tmp_path: Path) -> None:
+    """With a condition. Fails when: one is drawn twice (as members of a population are), they don't end, or a range is taken for
+    choices."""
+    space = read_space(["a=1,2,3", "b=4,5", "c=6,7,8 when a=1"])
+    orders = []
+    for seed in range(3):
+        strategy = make_strategy("random", space, seed, [False])
+        asked = [strategy.ask(number) for number in range(11)]
+        assert (count_points("random", space), asked[10]) == (10, None)
+        orders.append(str(asked[:10]))
+        assert sorted(map(str, asked[:10])) == sorted(str(make_strategy("grid", space, 0, [False]).ask(number)) for number in range(10))
+        assert asked[7] == make_strategy("random", space, seed, [False]).ask(7)  # as another process asks
+    assert len(set(orders)) == 3
+    assert len({str(make_strategy("random", space, 0, [False], repeats=True).ask(number)) for number in range(10)}) < 10
+    assert count_points("random", read_space(["a=1,2", "x=float:0..1"])) is None
+    assert count_points("random", read_space([f"{name}=" + ",".join(map(str, range(50))) for name in "abcd"])) is None
+
+
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_equal_settings_are_computed_once_and_failures_do_not_end_a_sweep(parallel: int, tmp_path: Path) -> None:
     """Fails when: _equal in loop.py returns None always."""
@@ -151,7 +169,7 @@ def test_equal_settings_are_computed_once_and_failures_do_not_end_a_sweep(parall
         computed.append(settings)
         return Outcome(reason="out of memory", code=1) if settings["a"] == "1" else bowl({})
 
-    jobs = run(tmp_path, plan("random", 30, ["a=1,2,3"], parallel=parallel), trial, parallel)
+    jobs = run(tmp_path, plan("quasirandom", 30, ["a=1,2,3"], parallel=parallel), trial, parallel)
     assert len(jobs) == 30
     assert sum(settings["a"] != "1" for settings in computed) == 2
     assert {job.outcome.reason for job in jobs if job.outcome and not job.outcome.values} == {"out of memory"}
@@ -276,7 +294,7 @@ def test_a_setting_with_a_condition_is_searched_only_where_that_holds(strategy: 
     assert all(("momentum" in job.settings) == (job.settings["optim"] == "sgd") for job in jobs)
     distinct = {tuple(job.settings.items()) for job in jobs}
     assert distinct == {(("optim", "adamw"),), (("optim", "sgd"), ("momentum", "0.8")), (("optim", "sgd"), ("momentum", "0.9"))}
-    assert len(jobs) == (3 if strategy == "grid" else 16)
+    assert len(jobs) == (3 if strategy in ("random", "grid") else 16)
 
 
 @pytest.mark.parametrize("line", ["{\"kind\": \"study\"}", "{\"kind\": \"end\", \"number\": 7}", "no JSON"])
@@ -338,10 +356,10 @@ def test_what_is_in_the_place_of_a_file_stops_or_refuses_the_sweep(tmp_path: Pat
 def test_a_grid_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its points are made. Fails when: _grid_points in strategies.py does not ask how many there are."""
     space = read_space(["a=1,2,3", "b=1,2", "c=1,2"])
-    assert grid_size(space) == 12
+    assert count_points("grid", space) == 12
     monkeypatch.setattr("toolkit.sweeps.strategies.MOST_POINTS", 11)
     with pytest.raises(Refusal, match="12 combinations"):
-        grid_size(space)
+        count_points("grid", space)
 
 
 def test_a_seed_of_any_size_is_taken(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from toolkit.sweeps.schedule import brackets_of, make_schedule, planned_steps, r
 from toolkit.sweeps.shown import Live, count_line, point_of, seed_lines, status_lines, trial_line
 from toolkit.sweeps.space import Point, Proposal, read_space
 from toolkit.sweeps.storage import open_journal
-from toolkit.sweeps.strategies import STRATEGIES, grid_size
+from toolkit.sweeps.strategies import STRATEGIES, count_points
 from toolkit.sweeps.trials import Recipe as RecipeTrials, commands_of, flags_of, fork_run, shown_command
 from toolkit.sweeps.wandb_agent import run_agent
 from toolkit.sweeps.zygote import Zygote
@@ -217,8 +217,9 @@ def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
         check_times(values["budget_hours"], values["hang_minutes"])
         may_change = ("trials", "parallel", "budget_steps", "budget_hours", "hang_minutes")
         changed = {name: values[name] for name in may_change if values[name] is not None}
-        if plan.strategy == "grid" and "trials" in changed:
-            changed["trials"] = min(changed["trials"], grid_size(read_space(plan.search)))
+        points = count_points(plan.strategy, read_space(plan.search), repeats=plan.prune == "pbt")
+        if points and "trials" in changed:
+            changed["trials"] = min(changed["trials"], points)
         _run(replace(plan, recipe_digest=digest, **changed), here, journal, values["slots"])
 
 

@@ -23,7 +23,7 @@ from toolkit.sweeps.journal import Objective, Plan
 from toolkit.sweeps.results import read_constraint
 from toolkit.sweeps.schedule import BY_RUNGS, brackets_of, check_rungs
 from toolkit.sweeps.space import Dimension, read_space, searches_in_file
-from toolkit.sweeps.strategies import BY_OPTUNA, grid_size, make_strategy
+from toolkit.sweeps.strategies import BY_OPTUNA, count_points, make_strategy
 from toolkit.sweeps.trials import flags_of
 
 PRUNERS = ("none", "median", *BY_RUNGS)
@@ -76,9 +76,9 @@ def make_plan(script: str, words: Sequence[str], options: SweepOptions) -> Plan:
         raise Refusal(f"--prune {options.prune}: there are {', '.join(PRUNERS)}.")
     _check_names(config_class, words, space, options)
     _check_options(space, options)
-    trials = options.trials or _TRIALS
-    if options.strategy == "grid":
-        trials = min(options.trials or grid_size(space), grid_size(space))
+    points = count_points(options.strategy, space, repeats=options.prune == "pbt")
+    trials = options.trials or (points if points and options.strategy == "grid" else _TRIALS)
+    trials = min(trials, points or trials)
     words, rungs, trials = _with_evaluations(config_class, list(words), space, options, trials)
     values = values_of(_check_on_recipe(config_class, words, space))
     objectives = _objectives(options, values)

@@ -38,7 +38,8 @@ def make_schedule(plan: Plan) -> Schedule:
     if plan.prune not in BY_RUNGS:
         return _Whole(plan, make_strategy(plan.strategy, space, plan.seed, directions, shuffled=plan.prune != "none"))
     if plan.prune == "pbt":
-        return Population(plan, make_strategy(plan.strategy, space, plan.seed, directions, shuffled=True), space)
+        strategy = make_strategy(plan.strategy, space, plan.seed, directions, shuffled=True, repeats=True)
+        return Population(plan, strategy, space)
     brackets, first = [], 0
     for place, (count, rungs) in enumerate(brackets_of(plan)):
         # Trials are compared with those before them: a grid in its order would begin with one corner of the space.

@@ -47,13 +47,15 @@ class Strategy(Protocol):
 
 
 def make_strategy(
-    name: str, space: Sequence[Dimension], seed: int, directions: Sequence[bool], *, shuffled: bool = False
-) -> Strategy:
+    name: str, space: Sequence[Dimension], seed: int, directions: Sequence[bool], *, shuffled: bool = False,
+    repeats: bool = False,
+) -> Strategy:  # fmt: skip
     """The strategy of that name.
 
     Args:
         directions: for each objective, whether more is better.
         shuffled: a grid is not tried in its order, in which neighbors follow each other.
+        repeats: random draws of choices may be equal, as members of a population may.
 
     Raises:
         Refusal: it cannot search this space, or the package that it needs is not installed.
@@ -64,12 +66,15 @@ def make_strategy(
         return _CmaEs(space, seed, directions)
     if name in BY_OPTUNA:
         return _Rebuilt(name, space, seed, directions)
+    if name == "random" and not repeats and (size := count_points(name, space)):
+        return _Drawn(_without_repeats(_random(space, seed), size))
     return _Drawn(_grid(space, seed, shuffled=True) if name == "grid" and shuffled else _DRAWN[name](space, seed))
 
 
-def grid_size(space: Sequence[Dimension]) -> int:
-    """The number of points of the grid."""
-    return len(_grid_points(space))
+def count_points(name: str, space: Sequence[Dimension], *, repeats: bool = False) -> int | None:
+    """How many points a strategy has: all combinations of choices, of the grid or drawn at random; None where it has no end."""
+    is_finite = all(each.choices for each in space) and math.prod(len(each.choices) for each in space) <= MOST_POINTS
+    return len(_grid_points(space)) if name == "grid" or (name == "random" and is_finite and not repeats) else None
 
 
 class _Drawn:
@@ -111,10 +116,23 @@ def _grid_points(space: Sequence[Dimension]) -> list[Point]:
     return list(points.values())
 
 
-def _random(space: Sequence[Dimension], seed: int) -> Callable[[int], Point | None]:
+def _random(space: Sequence[Dimension], seed: int) -> Callable[[int], Point]:
     def ask(number: int) -> Point:
         draws = random.Random(f"{seed} {number}")
         return points_at(space, [draws.random() for _ in space])
+
+    return ask
+
+
+def _without_repeats(draw: Callable[[int], Point], size: int) -> Callable[[int], Point | None]:
+    """The `size` points that there are, each where it was drawn first."""
+    drawn, points = itertools.count(), dict[tuple[tuple[str, Value], ...], Point]()
+
+    def ask(number: int) -> Point | None:
+        while len(points) <= number < size:
+            point = draw(next(drawn))
+            points.setdefault(tuple(point.items()), point)
+        return list(points.values())[number] if number < size else None
 
     return ask
 
