@@ -68,8 +68,8 @@ def divergence_of_tokens(
     if divergence == "reverse_kl":
         return _kl(student, teacher)
     if divergence == "jsd":
-        middle = _mixture(teacher, student, beta)
-        return beta * _kl(teacher, middle) + (1 - beta) * _kl(student, middle)
+        value: torch.Tensor = _JensenShannon.apply(teacher, student, beta)
+        return value
     if divergence == "skewed_forward_kl":
         return _kl(teacher, _mixture(teacher, student, skew_alpha))
     if divergence == "skewed_reverse_kl":
@@ -80,6 +80,26 @@ def divergence_of_tokens(
 def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """KL(p, q) over the last dimension; what p never gives counts as 0, as its limit is."""
     return (p.exp() * (p - q).masked_fill(p == -math.inf, 0.0)).sum(-1)
+
+
+class _JensenShannon(torch.autograd.Function):
+    """β KL(p, m) + (1 - β) KL(q, m) of log-probabilities, whose derivative by log q is (1 - β) q (log q - log m).
+
+    m's own part of it is β p + (1 - β) q over m, which is 1, so that it falls out. In half the time that autograd takes, which
+    goes back through a dozen operations as large as the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:
+        middle = _mixture(p, q, beta)
+        each = (q.exp() * (q - middle).masked_fill(q == -math.inf, 0.0)).mul_(1 - beta)
+        ctx.save_for_backward(each)
+        return beta * _kl(p, middle) + each.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *of_values: torch.Tensor) -> Any:
+        (each,) = ctx.saved_tensors
+        return None, each * of_values[0].unsqueeze(-1), None
 
 
 def _mixture(p: torch.Tensor, q: torch.Tensor, share: float) -> torch.Tensor:
