@@ -19,7 +19,7 @@ from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal
 from toolkit.diagnostics.checks_of_data import check_padding, check_tokens
 from toolkit.diagnostics.checks_of_labels import check_masks, check_stops
-from toolkit.diagnostics.checks_of_runs import check_overfit
+from toolkit.diagnostics.checks_of_runs import check_evaluation, check_overfit
 from toolkit.diagnostics.checks_of_steps import check_alone, check_split
 from toolkit.diagnostics.findings import CHECKS
 from toolkit.diagnostics.records import MadeBatch, Record, Update
@@ -182,6 +182,27 @@ def test_settings_that_are_unusual_are_not_mistakes(recipe: str, flags: str) -> 
     """Fails when: a tolerance holds for the defaults alone."""
     code, report = doctor(recipe, *flags.split())
     assert (code, report["findings"]) == (0, [])
+
+
+@pytest.mark.parametrize(("reward", "accused"), [(8.163e-4, False), (1.224e-3, True)])
+def test_a_reward_is_as_exact_as_the_log_probabilities_that_it_is_made_of(reward: float, accused: bool) -> None:
+    """The mean of two answers, not of three, is half as large again. Fails when: the reward alone says what rounding may change."""
+    split, whole = Record(), Record()
+    split.events = [{"step": 2, "eval_logps_desirable": -251.50174, "eval_rewards_desirable": 8.151e-4}]
+    whole.events = [{"step": 2, "eval_logps_desirable": -251.50173, "eval_rewards_desirable": reward}]
+    weights = {"split": {"weight": torch.ones(2)}, "whole": {"weight": torch.ones(2)}}
+    assert bool(check_evaluation(split, whole, weights).findings) is accused
+
+
+def test_rows_longer_than_those_of_short_runs_are_looked_at(tmp_path: Path) -> None:
+    """Prompts of some 300 tokens, in a run that refuses what is too long. Fails when: a refusal by doctor's own length is final."""
+    turns = [("user", "one more word " * 100), ("assistant", "Yes.")]
+    rows = [{"messages": [{"role": role, "content": f"{n} {text}"} for role, text in turns]} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = f"--dataset {tmp_path / 'rows.jsonl'} --max-length 512 --overlong refuse --hidden-size 32 --num-hidden-layers 1"
+    code, report = doctor("sft", *flags.split(), "--only", "masks")
+    assert (code, report["findings"]) == (0, [])
+    assert report["checks"][-1]["state"] == "ok"
 
 
 def test_decay_by_hand_that_is_right_is_not_accused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from toolkit.config import BatchConfig, Refusal
 from toolkit.config.setting import settings_of
 from toolkit.diagnostics.devices import CONTEXT, GIB, Device, find_device
 from toolkit.diagnostics.documents import first_and_last
-from toolkit.diagnostics.fitting import _candidates, largest_micro_batch
+from toolkit.diagnostics.fitting import _candidates, alternatives, largest_micro_batch
 from toolkit.diagnostics.ledger import FAKE, Ledger
 from toolkit.diagnostics.plan import Plan
 from toolkit.losses.chunked import rows_in_a_chunk
@@ -505,6 +505,19 @@ def test_a_search_shows_how_far_it_is_and_what_was_tried(monkeypatch: pytest.Mon
     assert len(tried) > 5
     assert int(last) >= int(tried[-1])
     assert "toolkit train" not in done.stdout
+
+
+def test_a_search_goes_on_after_settings_that_a_recipe_refuses() -> None:
+    """An encoder-decoder's embedding that an adapter can't keep, for one. Fails when: the refusal of one of them ends the search."""
+
+    def planned(config: Any) -> Plan:
+        if config.per_device_train_batch_size == 4:
+            raise Refusal("four are refused")
+        return Plan({"activations": config.per_device_train_batch_size * GIB}, "activations")
+
+    config = BatchConfig(per_device_train_batch_size=8)
+    found = alternatives(config, Device("made up", "cuda", 3 * GIB), planned)
+    assert [changes.get("per_device_train_batch_size") for changes, _ in found] == [None, 2, 1]
 
 
 def test_time_and_cost_are_of_all_steps() -> None:

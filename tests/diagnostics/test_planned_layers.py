@@ -74,6 +74,20 @@ def test_a_planned_layer_keeps_what_a_compiled_one_keeps(name: str) -> None:
     assert not layers.given_up
 
 
+def test_a_compiled_layer_that_is_recomputed_can_be_traced() -> None:
+    """Fails when: the checkpoint around a layer counts what its trace saves, and finds less when it runs the layer again."""
+    planned, ledger = tk.load_model("AutoModelForCausalLM", tk.ModelConfig(model="tiny-llama", num_hidden_layers=2)), Ledger()
+    layers = PlannedLayers(ledger)
+    with Replacements() as replace:
+        layers.replace(replace)
+        compile_layers(planned.train(), recomputed=True)
+        as_fake(planned)
+        with ledger, FAKE:
+            run(planned).sum().backward()
+    assert planned.model.layers[0].mlp.up_proj.weight.grad.shape == planned.model.layers[0].mlp.up_proj.weight.shape
+    assert not layers.given_up
+
+
 def test_a_layer_that_cannot_be_traced_runs_as_it_is_written() -> None:
     """Fails when: the exception of a trace ends the plan, the layer is traced again in each call, or what a trace makes is counted."""
     traced, ledger = [], Ledger()

@@ -22,6 +22,7 @@ from toolkit.system.evaluation_mode import evaluation_mode
 
 SAME = 5e-4  # relative difference of metrics of the same weights
 AMPLIFIED = 100.0  # times by which metrics may differ more than weights do, which rounding and two updates have moved apart
+_OF_LOGPS = 1e-4  # of log-probabilities of answers: a reward, which is their difference, is as exact as one of this size
 _NO_METRIC = ("second", "time", "memory", "examples")
 _OF_CLASSES = ("classification", "token_classification")
 
@@ -63,7 +64,8 @@ def check_evaluation(split: Record, whole: Record, weights: dict[str, Gradients]
     if len(shared) < 2:
         return skipped("no evaluation was logged")
     shared.remove("step")
-    error, name = max((abs(one[n] - other[n]) / max(abs(other[n]), 1e-3), n) for n in shared)
+    least = max(1e-3, *(_OF_LOGPS * abs(other[n]) for n in shared if "logps" in n), 0.0)
+    error, name = max((abs(one[n] - other[n]) / max(abs(other[n]), least), n) for n in shared)
     note = f"{len(shared)} metrics, largest relative difference {error:.1e}"
     if error < SAME + AMPLIFIED * (away if same_weights else 0.0):
         return found(note)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from toolkit.config import Settings
+from toolkit.config import Refusal, Settings
 from toolkit.config.conditions import OF_BITSANDBYTES
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.devices import Device, beyond_tensors
@@ -34,11 +34,15 @@ def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tu
 
     A smaller micro-batch and recomputed activations give the same gradients; bf16 rounds, also weights, and an adapter trains
     something else.
-    Where it is the evaluation that needs too much, its batches are halved too.
+    Where it is the evaluation that needs too much, its batches are halved too. What the recipe refuses is left out, such as
+    an adapter of a model that can't have one.
     """
     found = 0
     for changes in ({}, *_candidates(config, device)):
-        plan = make(with_changes(config, changes))
+        try:
+            plan = make(with_changes(config, changes))
+        except Refusal:
+            continue
         size = values_of(config).get("per_device_eval_batch_size", 1)
         while plan.in_evaluation and needed(plan, device) > device.memory and size > 1:
             size = -(-size // 2)

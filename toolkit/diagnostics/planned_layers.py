@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from toolkit.diagnostics.compat import FakeTensor, as_compiled, tree_flatten, tree_unflatten, with_tensors
 from toolkit.diagnostics.ledger import Ledger
@@ -84,7 +85,8 @@ class PlannedLayers:
         try:
             if not self.has_whole_weights:
                 raise NotTraced("sharded weights")
-            with self._ledger.pausing():
+            # Not seen by a checkpoint around the layer, which counts what is saved.
+            with self._ledger.pausing(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
                 graph(weights, tensors)
         except Exception as error:  # whatever a layer does that a trace can't follow
             logger.debug("not traced: %s", error)

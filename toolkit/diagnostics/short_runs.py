@@ -18,7 +18,7 @@ from typing import Any
 from toolkit.config import Refusal, Settings
 from toolkit.diagnostics.records import Gradients, Record
 from toolkit.diagnostics.replacements import Replacements
-from toolkit.diagnostics.small import GLOBAL_BATCH, shortened
+from toolkit.diagnostics.small import GLOBAL_BATCH, LONGEST, lengths_of, shortened
 from toolkit.diagnostics.watch import Watch
 from toolkit.diagnostics.wrappers import Learned
 from toolkit.distributed.compat import forget_process_state
@@ -53,7 +53,8 @@ def run_short(
     """Run a recipe as it is, and then, of OTHER_RUNS, those that are wanted: with one example a micro-batch, with eight, on
     eight examples alone until they are learned, and resumed from the first run's checkpoint.
 
-    A refusal of the first run is raised; what else ends a run is in its record (`error`).
+    A refusal of the first run is raised, after it was tried with the lengths of the config where those of short runs may be why;
+    what else ends a run is in its record (`error`).
     """
     runs = Runs()
     has_rollouts = "num_generations" in vars(config)
@@ -61,25 +62,32 @@ def run_short(
     as_is = {**accumulated, "per_device_eval_batch_size": 8, "max_steps": STEPS, "eval_steps": STEPS // 2}
     saving = {"save_strategy": "steps", "save_steps": STEPS // 2, "save_total_limit": None} if "resumed" in wanted else {}
     say("as it is configured")
-    first = _run(main, config, watch, folder / "as-is", {**as_is, **saving}, runs, "as_is")
+    lengths: dict[str, Any] = {}
+    try:
+        first = _run(main, config, watch, folder / "as-is", {**as_is, **saving}, runs, "as_is")
+    except Refusal:
+        lengths = lengths_of(config)
+        if max(lengths.values(), default=0) <= LONGEST:
+            raise
+        first = _run(main, config, watch, folder / "as-is", {**as_is, **saving, **lengths}, runs, "as_is")
     if first.error is not None:
         return runs
     exact = {"max_steps": 2, "eval_steps": 2, "dtype": "float32", "max_grad_norm": 0.0, "warmup_steps": 0}
     if "split" in wanted:
         say("eight micro-batches of one example")
-        split = {**exact, **_SPLIT, "per_device_eval_batch_size": 1}
+        split = {**exact, **lengths, **_SPLIT, "per_device_eval_batch_size": 1}
         _run(main, config, watch, folder / "split", split, runs, "split", exact=True)
     if "whole" in wanted:
         say("one micro-batch of eight")
-        whole = {**exact, **_EIGHT, "per_device_eval_batch_size": EVAL_BATCH}
+        whole = {**exact, **lengths, **_EIGHT, "per_device_eval_batch_size": EVAL_BATCH}
         _run(main, config, watch, folder / "whole", whole, runs, "whole", exact=True)
     if "overfit" in wanted and not has_rollouts:
         say("eight examples, learned by heart")
-        _run(main, config, watch, folder / "overfit", _learning(config), runs, "overfit")
+        _run(main, config, watch, folder / "overfit", {**_learning(config), **lengths}, runs, "overfit")
     checkpoint = folder / "as-is" / "checkpoints" / f"step-{STEPS // 2}"
     if "resumed" in wanted and checkpoint.is_dir():
         say("resumed in the middle")
-        again = {**as_is, "resume_from": str(checkpoint)}
+        again = {**as_is, **lengths, "resume_from": str(checkpoint)}
         _run(main, config, watch, folder / "resumed", again, runs, "resumed")
     return runs
 

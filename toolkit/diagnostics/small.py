@@ -44,6 +44,7 @@ _EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_on_start": True}
 _FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
 _FEW_FILES = {"max_train_examples": 16, "max_eval_examples": 2}
 _NARROW: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+_LENGTHS = ("max_length", "max_prompt_length", "max_target_length")
 LONGEST = 256  # tokens
 _LOGITS = 0.75  # more would bring the first loss away from that of guessing: by half of its square, at random
 
@@ -56,9 +57,7 @@ def shortened(config: AnyConfig, output_dir: Path, changes: Mapping[str, Any]) -
         short |= _EVALUATED
     few = _FEW_FILES if values.get("sample_by") == "document" else _FEW  # a document is a whole file there
     short |= {name: min(values.get(name) or size, size) for name, size in few.items()}
-    for name in ("max_length", "max_prompt_length", "max_target_length"):
-        if values.get(name):
-            short[name] = min(values[name], LONGEST)
+    short |= {name: min(length, LONGEST) for name, length in lengths_of(config).items()}
     if "num_generations" in values:
         short |= ROLLOUTS
     model = values.get("model")
@@ -68,6 +67,12 @@ def shortened(config: AnyConfig, output_dir: Path, changes: Mapping[str, Any]) -
             short["num_attention_heads"] = 4
     short |= changes
     return dataclasses.replace(config, **{name: value for name, value in short.items() if name in values})
+
+
+def lengths_of(config: Settings) -> dict[str, int]:
+    """The most tokens of its rows, by setting."""
+    values = values_of(config)
+    return {name: values[name] for name in _LENGTHS if values.get(name)}
 
 
 def with_small_model(config: AnyConfig, folder: Path, seed: int = 0) -> AnyConfig:
