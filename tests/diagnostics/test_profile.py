@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 from accelerate import DistributedType
+from typer.testing import CliRunner
 
+from toolkit.cli.main import app
 from toolkit.cli.profile import differs, of_rank
+from toolkit.config import Refusal
 from toolkit.diagnostics.advice import first_change
 from toolkit.diagnostics.communication import RankTimes, Spent, not_hidden, share_of_waiting
 from toolkit.diagnostics.profile import PHASES, Profile, profile_of
@@ -314,3 +317,16 @@ def test_what_cannot_be_profiled_is_one_message(words: list[str], said: str) -> 
     """Fails when: one of them shows a traceback."""
     found = run(*words)
     assert (found.returncode, said in found.stderr, "Traceback" in found.stderr) == (2, True, False), found.stderr
+
+
+def test_a_trace_for_which_there_is_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the part that torch wrote stays, and fills the disk."""
+
+    def profiled(main: Any, config: Any, steps: int, trace: Path, memory: None) -> Profile:
+        trace.with_name(f"{trace.name}.tmp").write_text("the first part")
+        return made()
+
+    monkeypatch.setattr("toolkit.diagnostics.profile.profile", profiled)
+    done = CliRunner().invoke(app, ["profile", "sft", "--trace", str(tmp_path / "trace.json")], prog_name="toolkit")
+    assert isinstance(done.exception, Refusal)
+    assert list(tmp_path.iterdir()) == []

@@ -79,6 +79,7 @@ def profile(
         say(advice, style=BOLD)
     for path in (trace, memory):
         if path is not None and not path.is_file():  # torch is silent about it
+            path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)  # what torch left
             raise Refusal(f"{path} could not be written: is the disk full?")
 
 

@@ -53,8 +53,8 @@ def run_short(
     """Run a recipe as it is, and then, of OTHER_RUNS, those that are wanted: with one example a micro-batch, with eight, on
     eight examples alone until they are learned, and resumed from the first run's checkpoint.
 
-    A refusal of the first run is raised, after it was tried with the lengths of the config where those of short runs may be why;
-    what else ends a run is in its record (`error`).
+    A refusal of the first run is raised, where it is not for the lengths of short runs alone; what else ends a run is in its
+    record (`error`).
     """
     runs = Runs()
     has_rollouts = "num_generations" in vars(config)
