@@ -227,7 +227,7 @@ def leave_out(
         where = f" in {measured}" if measured else ""
         raise Refusal(
             f"{documents.origins[worst]}: {documents.whole[worst]:,} tokens{where}, more than {flag} {max_length}. Shorten the "
-            f"row, raise {flag}, or choose {instead}"
+            f"row, raise {flag}, or choose {instead}."
         )
     kept, count = documents.take(np.flatnonzero(~is_over)), int(is_over.sum())
     return kept, Cut(overlong=count, tokens=len(documents.values) - len(kept.values))

@@ -154,7 +154,7 @@ class SourcesAndTargets:
             raise Refusal(
                 f"{documents.origins[row]}: a source of {sizes[0, row]:,} tokens, a target of {sizes[1, row]:,}; --max-length "
                 f"is {self.limits[0]}, --max-target-length {self.limits[1]}. Shorten the row, raise them, or choose --overlong "
-                "truncate or drop"
+                "truncate or drop."
             )
         if self.overlong == "drop":
             kept = documents.take(np.flatnonzero(~over))
