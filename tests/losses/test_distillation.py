@@ -289,6 +289,17 @@ def test_a_token_that_the_teacher_excludes_counts_as_its_limit() -> None:
     assert divergence_of_tokens(teacher, student, "forward_kl").item() == pytest.approx(math.log(2), rel=1e-12)
 
 
+def test_where_all_tokens_are_known_the_rest_counts_nothing() -> None:
+    """Its log-probability is -inf on both sides. Fails when: -inf less -inf reaches a value or a gradient."""
+    for divergence in DIVERGENCES:
+        student = torch.tensor([[0.25, 0.75]], dtype=torch.float64).log().requires_grad_()
+        both = [torch.tensor([[0.5, 0.5]], dtype=torch.float64).log(), student]
+        alone, with_rest = (divergence_of_tokens(*[nn.functional.pad(each, (0, more), value=-math.inf) for each in both], divergence) for more in (0, 1))
+        assert with_rest.item() == alone.item()
+        gradients = [torch.autograd.grad(each.sum(), student)[0] for each in (alone, with_rest)]
+        assert torch.equal(*gradients), divergence
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_the_most_probable_tokens_and_all_others_as_one(divergence: str) -> None:
     """Fails when: the others' probability is that of one of them, or is left out."""

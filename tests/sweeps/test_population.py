@@ -237,3 +237,13 @@ def test_what_a_population_cannot_search_is_refused(more: list[str], says: str) 
     number = {"trials": int(given.pop("trials", 4))}
     with pytest.raises(Refusal, match=says):
         make_plan(str(ROOT / "recipes" / "accelerated.py"), [], SweepOptions(search, prune="pbt", rungs="3,6", **given, **lists, **number))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prune", "trials"), [("pbt", 8), ("none", 2)])
+def test_members_may_begin_alike_and_trials_may_not(prune: str, trials: int) -> None:
+    """Of two choices. Fails when: make_plan in sweep_plan.py takes no more members than there are combinations."""
+    from toolkit.cli.sweep_plan import SweepOptions, make_plan
+
+    rungs = {"rungs": "3,6"} if prune == "pbt" else {}
+    options = SweepOptions(["learning_rate=1e-3,1e-4"], prune=prune, trials=8, **rungs)  # type: ignore[arg-type]
+    assert make_plan(str(ROOT / "recipes" / "accelerated.py"), [], options).trials == trials

@@ -62,7 +62,10 @@ TeacherFn = Callable[[dict[str, Any], float, Body], torch.Tensor]
 def divergence_of_tokens(
     teacher: torch.Tensor, student: torch.Tensor, divergence: str, *, beta: float = 0.5, skew_alpha: float = 0.1
 ) -> torch.Tensor:
-    """D(p, q) of each position, nats, `[...]`, from log-probabilities of both, `[..., V]`; D is of the table above."""
+    """D(p, q) of each position, nats, `[...]`, from log-probabilities of both, `[..., V]`; D is of the table above.
+
+    The gradient is the student's; jsd has none for a teacher.
+    """
     if divergence == "forward_kl":
         return _kl(teacher, student)
     if divergence == "reverse_kl":
