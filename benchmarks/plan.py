@@ -36,6 +36,7 @@ _COMPLETIONS = ["--per-device-train-batch-size", "128"]
 _FEW = [*_WIDE, "--max-train-examples", "200"]
 # In another type than the file's, whose float32 embedding would hold all of it mapped: 22 MB that nobody needs.
 _IN_4_BITS = ["--model", "a language model", "--load-in-4bit", "--dtype", "bfloat16"]
+_MANY, _MORE = ["--per-device-train-batch-size", "16"], ["--per-device-train-batch-size", "64"]
 _TAUGHT = [*_FEW, "--teacher", "a language model"]  # made where the benchmark runs
 CELLS: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", _MODEL),
@@ -101,6 +102,20 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "distill-itself": ("distill", [*_FEW, "--self-distillation", "ema", "--cross-entropy-share", "0.5"]),
     "distill-adapter-off": ("distill", [*_FEW, "--use-peft", "--self-distillation", "base"]),
     "distill-classifier": ("distill_classifier", ["--teacher", "a classifier", "--hidden-size", "256"]),
+}  # fmt: skip
+# As `fit_micro_batch` has it where memory is short, with larger micro-batches.
+_SPARING = "-sparing"
+CELLS |= {
+    f"sft{_SPARING}": ("sft", [*_WIDE, *_MANY]),
+    f"sft-bf16{_SPARING}": ("sft", [*_WIDE, *_MANY, *_BF16]),
+    f"lora{_SPARING}": ("lora", [*_WIDE, *_MANY]),
+    f"lora-recomputed{_SPARING}": ("lora", [*_WIDE, *_MANY, *_CKPT]),
+    f"dpo{_SPARING}": ("dpo", [*_WIDE, *_MANY]),
+    f"reward{_SPARING}": ("reward", [*_WIDE, *_MANY]),
+    f"pretrain{_SPARING}": ("pretrain", [*_WIDE, *_MANY]),
+    f"accelerated{_SPARING}": ("accelerated", [*_WIDE, *_MORE]),
+    f"seq2seq{_SPARING}": ("seq2seq", ["--hidden-size", "384", "--per-device-train-batch-size", "32"]),
+    f"distill{_SPARING}": ("distill", [*_TAUGHT, *_MANY]),
 }  # fmt: skip
 # Of two ranks: what shards them, and the cells that each does.
 _ALL_SHARDED = ["--deepspeed", str(ROOT / "tests" / "all_sharded.json")]  # a default file leaves small parameters whole
@@ -168,6 +183,8 @@ def measure(name: str, side: str) -> dict[str, float]:
     from toolkit.command_line.recipe import config_class_of, import_recipe
     from toolkit.diagnostics.devices import beyond_tensors, find_device
     from toolkit.diagnostics.plan import plan
+    from toolkit.diagnostics.replacements import Replacements
+    from toolkit.training import accelerator
 
     recipe, flags = CELLS[name]
     script = import_recipe(ROOT / "recipes" / f"{recipe}.py")
@@ -176,10 +193,13 @@ def measure(name: str, side: str) -> dict[str, float]:
     config = read_command_line(config_class_of(script.main), [*flags, *precision, "--use-cpu"], os.environ, "")
     began = time.monotonic()
     if side == "plan":
-        found = plan(script.main, config, ranks=ranks_of(name))
+        found = plan(script.main, config, ranks=ranks_of(name), sparing=name.endswith(_SPARING))
         process = found.peak + sum(beyond_tensors(find_device("this"), found))
         return {"peak": found.peak, "seconds": time.monotonic() - began, "process": process}
-    return _really(script.main, config, profiled=side == "real")
+    with Replacements() as replace:
+        if name.endswith(_SPARING):
+            replace.attribute(accelerator, "keep_freed_memory", lambda keep, **_: keep(sparing=True))
+        return _really(script.main, config, profiled=side == "real")
 
 
 _TEACHERS = {

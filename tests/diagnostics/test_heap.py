@@ -19,6 +19,7 @@ from toolkit.diagnostics.plan import plan
 from toolkit.diagnostics.planned_run import Seen
 from toolkit.distributed.engines.engine import local_part
 from toolkit.system.allocator import PRIMITIVES
+from toolkit.training import accelerator
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -106,6 +107,18 @@ def test_an_evaluation_before_the_steps_is_in_the_heap_and_its_model_is_not_coun
         parts.append(plan(main, config, ranks=ranks).parts)
         assert begun[0] == bool(flags)
     assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize("sparing", [False, True])
+def test_a_plan_of_a_run_that_spares_memory_has_the_blocks_of_such_a_run(sparing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: a plan's heap is always that of a run with much memory, or always the other."""
+    kept = list[bool]()
+    monkeypatch.setattr(accelerator, "keep_freed_memory", lambda *, sparing: kept.append(sparing))
+    words = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--num-attention-heads", "2", "--max-train-examples", "64"]
+    main, config = read_recipe(ROOT / "recipes/accelerated.py", [*words, "--use-cpu", "--no-bf16"])
+    found = plan(main, config, sparing=sparing)
+    assert set(kept) == {sparing}
+    assert len(found.notes) == sparing
 
 
 def test_a_plan_of_shards_makes_no_weights_and_counts_none_that_no_run_holds(monkeypatch: pytest.MonkeyPatch) -> None:

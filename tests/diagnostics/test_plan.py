@@ -507,6 +507,39 @@ def test_a_search_shows_how_far_it_is_and_what_was_tried(monkeypatch: pytest.Mon
     assert "toolkit train" not in done.stdout
 
 
+@pytest.mark.parametrize(("devices", "sparing", "code"), [(["cpu-4gb"], [False], 0), (["cpu-2gb"], [False, True], 0), (["cpu-1gb", "24gb"], [False, True, False], 1)])
+def test_a_run_that_spares_memory_is_planned_where_the_other_does_not_fit(
+    devices: list[str], sparing: list[bool], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 GiB, or one. Fails when: the first is taken for what a CPU must have, or another device plans the second."""
+
+    def planned(*_: Any, sparing: bool, **__: Any) -> Plan:
+        asked.append(sparing)
+        return Plan({"activations": GIB}, "activations", heap=(3 - 2 * sparing) * GIB)
+
+    asked = list[bool]()
+    monkeypatch.setattr("toolkit.diagnostics.plan.plan", planned)
+    monkeypatch.setattr("toolkit.cli.plan._show_alternatives", lambda *_: None)
+    words = [word for each in devices for word in ("--device", each)]
+    done = CliRunner().invoke(app, ["plan", "sft", *words], prog_name="toolkit")
+    assert (asked, done.exit_code) == (sparing, code), done.output + str(done.exception)
+
+
+@pytest.mark.parametrize(("most", "says"), [(8, "8"), (64, "16 (all examples that there are)"), (0, "none")])
+def test_a_micro_batch_that_ends_with_the_data_says_so(most: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 examples. Fails when: the memory seems to be the reason."""
+
+    def planned(main: Any, config: Any, *_: Any, **__: Any) -> Plan:
+        count = min(config.per_device_train_batch_size, 12)
+        return Plan({"activations": count * GIB}, "activations", tokens=count, examples=12)
+
+    monkeypatch.setattr("toolkit.diagnostics.plan.plan", planned)
+    monkeypatch.setattr("toolkit.cli.plan._show_alternatives", lambda *_: None)
+    memory = f"{(1.05 * most + 1.6) * GIB / 0.98e9:.2f}gb" if most else "1gb"
+    done = CliRunner().invoke(app, ["plan", "sft", "--device", memory, "--largest"], prog_name="toolkit")
+    assert f"largest micro-batch on {memory}: {says}\n" in done.stdout, done.output
+
+
 def test_a_search_goes_on_after_settings_that_a_recipe_refuses() -> None:
     """An encoder-decoder's embedding that an adapter can't keep, for one. Fails when: the refusal of one of them ends the search."""
 
@@ -534,6 +567,7 @@ def test_time_and_cost_are_of_all_steps() -> None:
         (["sft", "--device", "h1000"], "Did you mean h100?"),
         (["sft", "--device", "abacus"], "--device abacus"),
         (["sft", "--device", "0gb"], "--device 0gb"),
+        (["sft", "--device", "9999999gb"], "--device 9999999gb"),
         (["sft", "--step-seconds", "nan"], "--step-seconds"),
         (["sft", "--step-seconds", "1", "--price", "-1"], "--price"),
         (["sft", "--price", "1"], "--measure"),

@@ -1,6 +1,8 @@
 """A training whose log can't be written goes on, and ends with its own exit code."""
 
+import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,15 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(tmp_path: Path, streams
     descriptor, directory = (tmp_path / "ran").read_text().split()
     assert int(descriptor) > 2
     assert directory == "out"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--version"], ["recipes"], ["plan", "--help"]])
+def test_a_command_whose_output_cannot_be_written_says_so_once(words: list[str], unbuffered: str) -> None:
+    """Fails when: it ends with a traceback, with 0, or with what Python writes of a stream that it can't empty at its end."""
+    command = ["bash", "-c", '"$@" > /dev/full', "bash", sys.executable, "-m", "toolkit", *words]
+    done = subprocess.run(command, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, f"standard output: {os.strerror(errno.ENOSPC)}\n")
 
 
 class _Disk(io.StringIO):

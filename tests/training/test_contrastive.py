@@ -285,7 +285,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_and_the_gradient_stays(monkey
 
     Fails when: fit_micro_batch tries the step's loss, which has no gradients of embeddings yet.
     """
-    monkeypatch.setattr(memory, "is_far_below", lambda *_: False)
+    monkeypatch.setattr(memory, "is_free", lambda *_, times=1: times == 1)
     rows = Dataset.from_list([{**group, "length": len(group["input_ids"])} for group in documents(16)])
     config = DataConfig(per_device_train_batch_size=16, auto_find_batch_size=True, max_steps=1)
     accelerator, model = Accelerator(cpu=True), encoder(torch.float64, 0.0)

@@ -64,10 +64,34 @@ def test_a_packed_row_counts_its_documents() -> None:
     assert more - memory.most_needed(model, packed) == 16 * shape.num_hidden_layers * shape.num_attention_heads * (29**2 + 3 - 256)
 
 
-@pytest.mark.parametrize(("free", "trials"), [(10**12, 0), (10**6, 1), (None, 1)])
-def test_nothing_is_tried_where_far_more_is_free(free: int | None, trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: every run is tried, or what is free counts as enough where it is unknown."""
+@pytest.mark.parametrize(("free", "trials", "sparing"), [(10**12, 0, []), (10**6, 1, [True]), (None, 1, [True])])
+def test_nothing_is_tried_where_far_more_is_free(
+    free: int | None, trials: int, sparing: list[bool], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fails when: every run is tried, or what is free counts as enough where it is unknown, for steps that spare no memory too."""
+    kept = list[bool]()
     monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda *, sparing: kept.append(sparing))
+    called = fitted()
+    assert (called, kept) == (trials, sparing)
+    assert capfd.readouterr().out.count("spare it") == len(sparing)
+
+
+@pytest.mark.parametrize(("times", "trials", "sparing"), [(0.9, 1, [True]), (1.1, 1, []), (3.9, 1, []), (4.1, 0, [])])
+def test_memory_is_spared_where_not_even_once_as_much_is_free(
+    times: float, trials: int, sparing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: it is spared wherever a micro-batch is tried, which takes time, or never."""
+    kept = list[bool]()
+    monkeypatch.setattr(memory, "most_needed", lambda *_: 10**9)
+    monkeypatch.setattr(memory, "memory_held", lambda device: 10**9)
+    monkeypatch.setattr(memory, "free_memory", lambda device: int(times * 2 * 10**9))
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda *, sparing: kept.append(sparing))
+    assert (fitted(), kept) == (trials, sparing)
+
+
+def fitted() -> int:
+    """How often a loss was computed until a micro-batch was taken, which is the given one."""
     rows = Dataset.from_list([{"input_ids": list(range(1, 9)), "labels": list(range(1, 9)), "length": 8, "supervised_tokens": 7}] * 4)
     accelerator, model, called = Accelerator(cpu=True), MODELS["llama"](), []
 
@@ -78,14 +102,13 @@ def test_nothing_is_tried_where_far_more_is_free(free: int | None, trials: int, 
     config = tk.DataConfig(per_device_train_batch_size=2)
     train, _ = tk.build_dataloaders({"train": rows}, tk.collate_padded, config, accelerator)
     assert tk.fit_micro_batch(accelerator, model, torch.optim.AdamW(model.parameters()), train, loss_fn, config) is train
-    assert len(called) == trials
+    return len(called)
 
 
 def test_a_model_that_says_nothing_of_its_size_is_tried() -> None:
     """Fails when: what is unknown counts as nothing."""
     assert memory.most_needed(torch.nn.Linear(2, 2), {"input_ids": torch.ones(2, 2)}) is None
     assert memory.most_needed(MODELS["llama"](), {"pixels": torch.ones(2, 2)}) is None
-    assert not memory.is_far_below(None, torch.device("cpu"))
 
 
 def test_what_is_free_is_what_the_container_and_the_ranks_of_the_machine_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import typer
 from toolkit.cli.lazy import LOOK, Stopped, lazy_group
 from toolkit.command_line.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
-from toolkit.system.console import as_typed, keep_bars_out_of_logs, say
+from toolkit.system.console import StreamError, as_typed, keep_bars_out_of_logs, say
 from toolkit.system.interruptions import raise_on_sigterm
 
 # name: (module:function, its line of help); in panels
@@ -112,4 +112,9 @@ def main() -> None:
         if is_first:
             print_refusal(refusal)
         code = 2
+    except StreamError as error:
+        with open(os.devnull, "w") as nowhere:  # where Python writes at its end what the stream still holds
+            os.dup2(nowhere.fileno(), (sys.stdout if error.filename == "standard output" else sys.stderr).fileno())
+        say(f"{error.filename}: {error.strerror}", error=True)
+        code = 1
     sys.exit(code)

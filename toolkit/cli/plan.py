@@ -76,29 +76,37 @@ def plan(
 
     made: list[tuple[Any, Plan]] = []  # a search comes back to what was planned first
 
-    def make(config: "Settings", device: "Device" = devices[0]) -> "Plan":
-        of = (config, device.kind, device.ampere)
+    def planned(config: "Settings", device: "Device", sparing: bool) -> "Plan":
+        of = (config, device.kind, device.ampere, sparing)
         if not any(other == of for other, _ in made):
             with errors_refused(place):
-                made.append((of, make_plan(main, config, device.kind, ranks, environment, ampere=device.ampere)))
+                found = make_plan(main, config, device.kind, ranks, environment, ampere=device.ampere, sparing=sparing)
+            made.append((of, found))
         return next(plan for other, plan in made if other == of)
 
-    plans = {(each.kind, each.ampere): make(config, each) for each in devices}
-    first = plans[devices[0].kind, devices[0].ampere]
+    def make(config: "Settings", device: "Device" = devices[0]) -> "Plan":
+        plan = planned(config, device, False)
+        is_short = device.kind == "cpu" and needed(plan, device) > device.memory
+        return planned(config, device, True) if is_short else plan
+
+    say("reading the data, and planning two steps ...", error=True)
+    plans = [(each, make(config, each)) for each in devices]
+    first = plans[0][1]
     seconds = values["step_seconds"] or (_measured(script, words, values["measure"]) if values["measure"] else None)
     best = _largest(config, devices[0], make) if values["largest"] else None
     fits = needed(first, devices[0]) <= devices[0].memory
     if values["as_json"]:
         shown = {**vars(first), "peak": first.peak, "step_seconds": seconds, "largest_micro_batch": best}
         shown["cost"] = first.steps * seconds / 3600 * values["price"] if seconds and values["price"] else None
-        sizes = {each.name: {"memory": each.memory, "needed": needed(plans[each.kind, each.ampere], each)} for each in devices}
+        sizes = {each.name: {"memory": each.memory, "needed": needed(plan, each)} for each, plan in plans}
         say(json.dumps({**shown, "devices": sizes}, indent=1))
         raise typer.Exit(0 if fits else 1)
-    _show(script, first, devices[0])
-    for each in devices:
-        _show_fit(plans[each.kind, each.ampere], each)
+    _show(recipe, first, devices[0])
+    for each, plan in plans:
+        _show_fit(plan, each)
     if values["largest"]:
-        say(f"largest micro-batch on {devices[0].name}: {best if best else 'none'}")
+        has_all = best is not None and 0 < first.examples <= best
+        say(f"largest micro-batch on {devices[0].name}: {best or 'none'}{' (all examples that there are)' * has_all}")
     if not fits and not best:
         _show_alternatives(config, devices[0], make, ["toolkit", "train", recipe, *_placed(values)], words)
     if seconds:
@@ -126,14 +134,14 @@ def _largest(config: "Settings", device: "Device", make: Any) -> int | None:
     return found[0] if found else None
 
 
-def _show(script: str, plan: "Plan", device: "Device") -> None:
+def _show(recipe: str, plan: "Plan", device: "Device") -> None:
     from toolkit.diagnostics.devices import beyond_tensors
     from toolkit.report.numbers import show_count
 
     accumulated = f", {plan.accumulation} of them a step" if plan.accumulation > 1 else ""
     half = f", computed in {plan.precision}" if plan.precision != "no" else ""
     counts = f"{show_count(plan.parameters)} parameters, {show_count(plan.trained)} of them trained{half}"
-    say(f"{script}: {plan.model}, {counts}", style=BOLD)
+    say(f"{recipe}: {plan.model}, {counts}", style=BOLD)
     if plan.engine:
         say(f"one of {plan.ranks} rank(s): {plan.engine}")
     steps = f"{plan.steps:,} step{'s' * (plan.steps != 1)}"

@@ -67,7 +67,7 @@ def find_device(name: str) -> Device:
     if low in _GPUS:
         return Device(low, "cuda", round(_GPUS[low] * GIB), ampere=low not in _BEFORE_AMPERE)
     sized = re.fullmatch(r"(?:(mac|cpu)-)?(\d+(?:\.\d+)?)gb", low)
-    if sized and float(sized[2]):
+    if sized and 0 < float(sized[2]) < 1e6:
         size = float(sized[2])
         if sized[1] == "mac":  # Metal recommends to hold so much at most
             return Device(low, "mps", round(size * GIB * (2 / 3 if size <= 36 else 0.75)))

@@ -88,19 +88,20 @@ class Plan:
 
 def plan(
     main: Callable[[Any], Any], config: Settings, kind: str = "cpu", ranks: int = 1,
-    environment: Mapping[str, str] = NOTHING_MORE, *, ampere: bool = True,
+    environment: Mapping[str, str] = NOTHING_MORE, *, ampere: bool = True, sparing: bool = False,
 ) -> Plan:  # fmt: skip
     """Plan a recipe's `main` on one device of a kind, "cpu" or "cuda" (`ampere`: or later); nothing is computed, no weight is
     read or made.
 
     Of several `ranks` this process is the first, in a group that exchanges nothing. `environment`: what an Accelerate config
-    file gives each of them.
+    file gives each of them. `sparing`: on a CPU whose memory is short, as `fit_micro_batch` finds it.
 
     Raises:
         Refusal: the recipe refuses its settings or data; or it computes with values, of which no plan is made.
     """
     check_plannable(config)
     seen = Seen(Ledger(find_heap() if kind == "cpu" else None))
+    seen.is_sparing = sparing
     follow = functools.partial(_follow, main, config, seen, kind, ampere, ranks, environment)
     try:
         if seen.ledger.heap and _evaluates_first(config):
@@ -174,6 +175,8 @@ def _plan_of(seen: Seen) -> Plan:
         notes.append("Compiled layers keep less than planned: these can't be traced.")
     if "on the CPU" in seen.engine:
         notes.append("What waits on the CPU between the steps is counted here as if it were on the device.")
+    if seen.is_sparing:
+        notes.append("Little memory is free there: the steps spare it, and may take half as long again.")
     if in_evaluation:
         notes.append("That is in the evaluation, which needs less with a smaller --per-device-eval-batch-size.")
     name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class

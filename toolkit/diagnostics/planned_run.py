@@ -34,7 +34,7 @@ from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.models import load
 from toolkit.models.attention import kernels
 from toolkit.preference import reference
-from toolkit.training import run
+from toolkit.training import accelerator, run
 
 STEPS = 2
 EVALUATED = 3  # batches of an evaluation before the first step
@@ -52,7 +52,7 @@ class Seen:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.models, self.batches, self.process, self.before = ledger, list[nn.Module](), 0, 0, 0
         self.removed: list[Callable[[], None]] = []
-        self.is_before_steps = False
+        self.is_before_steps = self.is_sparing = False
         self.layers = PlannedLayers(ledger)
         self.train: Any = None
         self.longest: Batch | None = None
@@ -104,6 +104,8 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
         replace.attribute(reference, "reference_table", lambda *_, **__: AnyRow())
         replace.attribute(reference, "place_frozen", functools.partial(_frozen, seen))
         replace.attribute(load, "check_compiler", lambda *_: None)
+        if seen.is_sparing:
+            replace.attribute(accelerator, "keep_freed_memory", lambda keep, **_: keep(sparing=True))
         replace.attribute(run, "report_incident", lambda *_: None)  # of losses without a value, with all rows of a step
         replace.attribute(products_of_experts(), "_can_use_grouped_mm", _has_fake_kernel)
         replace.attribute(*shapes_of_whole_tensors(), functools.partial(_uncounted, seen))

@@ -6,17 +6,18 @@ import platform
 
 # glibc's malloc.h. Sizes in bytes; larger blocks than 32 MiB it always takes from the system.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT, _LARGEST, _LARGEST_OF_SHARDS = 256 * 2**20, 32 * 2**20, 2 * 2**20
+_KEPT, _LARGEST, _LARGEST_IF_SPARING = 256 * 2**20, 32 * 2**20, 2 * 2**20
 # Both read at the first product, also where torch was imported before: of oneDNN, and of ideep, through which torch calls it.
 PRIMITIVES, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
 
-def keep_freed_memory(*, of_shards: bool = False) -> None:
+def keep_freed_memory(*, sparing: bool = False) -> None:
     """Keep up to 256 MiB of freed memory for the next tensors, on Linux with glibc; elsewhere nothing.
 
-    of_shards: of an engine that gathers a layer's weights and lets go of them again. Between activations they leave gaps in
-    which no other layer fits, so blocks from 2 MiB on, not from 32, are the system's own. Each of two ranks (14 M parameters)
-    takes 1.74 GB in DPO under ZeRO-3, not 2.33, and 1.16 in SFT under FSDP2, not 1.45, for 15 % more time.
+    sparing: blocks from 2 MiB on, not from 32, are the system's own, which takes more time: each comes zeroed. For engines that
+    gather a layer's weights and let go of them again, as between activations they leave gaps in which no other layer fits: each
+    of two ranks (14 M parameters) takes 1.74 GB in DPO under ZeRO-3, not 2.33, and 1.16 in SFT under FSDP2, not 1.45, for a
+    fifth to a third more time. And where memory is short: glibc before 2.39 leaves gaps between any large blocks.
 
     By default glibc (2.36) gives memory back to the system as soon as 64 MiB at the end of its heap are free, and activations
     of a step are that, many times a step: the pages come back zeroed, one fault each. Sixty steps of `recipes/pretrain.py` on
@@ -25,7 +26,7 @@ def keep_freed_memory(*, of_shards: bool = False) -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_THRESHOLD, _LARGEST_OF_SHARDS if of_shards else _LARGEST)
+        libc.mallopt(_MMAP_THRESHOLD, _LARGEST_IF_SPARING if sparing else _LARGEST)
         libc.mallopt(_TRIM_THRESHOLD, _KEPT)
 
 

@@ -35,6 +35,10 @@ _BAR_SWITCHES = {
 }
 
 
+class StreamError(OSError):
+    """Standard output, or error, can't be written: a full disk, or a terminal that is gone."""
+
+
 def say(text: object, *, error: bool = False, style: str = "", end: str = "\n") -> None:
     """Print text, whatever it holds, in one write: on standard output, or on standard error."""
     stream = sys.stderr if error else sys.stdout
@@ -57,8 +61,14 @@ def write(text: str, stream: TextIO) -> None:
     """Write text whose control sequences are our own: what is not, `printable` has replaced."""
     text = without_passwords(text)
     encoding = stream.encoding or "utf-8"  # a console may lack characters that the data have
-    stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
-    stream.flush()
+    try:
+        stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = "standard output" if stream is sys.stdout else "standard error"
+        raise StreamError(error.errno, error.strerror, name) from None
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:

@@ -96,7 +96,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
         raise Refusal("not every rank's device is faster in bfloat16: give one precision for all, --bf16 or --no-bf16.")
     engine = engine_of(accelerator)
     if on_cpu:
-        keep_freed_memory(of_shards=engine.shards_weights(accelerator))
+        keep_freed_memory(sparing=engine.shards_weights(accelerator))
     if engine.shards and accelerator.is_main_process:
         half = f", {choice.mixed_precision}" if choice.mixed_precision != "no" else ""
         say(f"sharded over {accelerator.num_processes} rank(s): {engine.label(accelerator)}{half}")

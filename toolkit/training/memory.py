@@ -14,6 +14,7 @@ from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import largest
 from toolkit.optim.muon import workspace
 from toolkit.optim.rounding import StochasticRounding
+from toolkit.system.allocator import keep_freed_memory
 from toolkit.system.console import say
 from toolkit.system.free_memory import free_memory, is_out_of_memory, memory_held
 from toolkit.training.step import LossFn, to_device
@@ -42,9 +43,10 @@ def fit_micro_batch(
     and random numbers are seeded again in each step anyway. When it does not fit,
     the micro-batch is halved and accumulation doubled: the global batch, the order and so the mean gradient stay the same.
     All ranks take the smallest that one of them needs. Nothing is tried where four times a generous estimate, and of all that
-    this process holds now, are free. Streams, whose longest example is unknown, are left as they are.
+    this process holds now, are free. On a CPU where not even once as much is, steps spare memory and take longer.
 
-    So are models that the engine shards, which a rank can't try alone.
+    Streams, whose longest example is unknown, are left as they are. So are models that the engine shards, which a rank can't
+    try alone.
 
     Raises:
         Refusal: not even one example fits; or a smaller micro-batch would be another loss (aot), which nobody requested.
@@ -52,11 +54,16 @@ def fit_micro_batch(
     longest = train.longest_micro_batch() if config.auto_find_batch_size else None
     if longest is None:
         return train
-    if engine_of(accelerator).shards:
-        return train
     asked, size = train.micro_batch_size, train.micro_batch_size
     plain, totals = unwrapped(model), dict.fromkeys(_UNITS, 1.0)
-    is_tried = not is_far_below(most_needed(plain, longest), accelerator.device)
+    needed, device = most_needed(plain, longest), accelerator.device
+    if device.type == "cpu" and needed is not None and not is_free(needed, device):
+        keep_freed_memory(sparing=True)
+        if accelerator.is_main_process:
+            say("little memory is free: steps spare it and may take half as long again. A smaller micro-batch needs less.")
+    if engine_of(accelerator).shards:
+        return train
+    is_tried = needed is None or not is_free(needed, device, times=4)
     while is_tried and size:
         if _fits(accelerator, plain, optimizer, dataclasses.replace(train, micro_batch_size=size), loss_fn, totals):
             break
@@ -106,10 +113,10 @@ def most_needed(model: nn.Module, micro_batch: MicroBatch) -> int | None:
     return 4 * (sum(text.numel() for text in texts) * of_token + 4 * layers * heads * seen) + 12 * trained
 
 
-def is_far_below(needed: int | None, device: torch.device) -> bool:
-    """Whether so much more is free that nothing need be tried. What is held counts too: next to a large teacher it is tried."""
+def is_free(needed: int, device: torch.device, *, times: int = 1) -> bool:
+    """Whether so many times what is needed is free. What is held counts too: next to a large teacher a micro-batch is tried."""
     free = free_memory(device)
-    return needed is not None and free is not None and 4 * (needed + memory_held(device)) < free
+    return free is not None and times * (needed + memory_held(device)) < free
 
 
 def _fits(
