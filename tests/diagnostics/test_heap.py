@@ -110,14 +110,17 @@ def test_an_evaluation_before_the_steps_is_in_the_heap_and_its_model_is_not_coun
 
 
 @pytest.mark.parametrize("sparing", [False, True])
-def test_a_plan_of_a_run_that_spares_memory_has_the_blocks_of_such_a_run(sparing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: a plan's heap is always that of a run with much memory, or always the other."""
+@pytest.mark.parametrize(("recipe", "flags", "may_spare"), [("accelerated", [], True), ("accelerated", ["--no-auto-find-batch-size"], False), ("grpo", [], False)])
+def test_a_plan_of_a_run_that_spares_memory_has_the_blocks_of_such_a_run(
+    recipe: str, flags: list[str], may_spare: bool, sparing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: a plan's heap is always that of a run with much memory, or always the other; or a run that never asks what is free may spare it."""
     kept = list[bool]()
     monkeypatch.setattr(accelerator, "keep_freed_memory", lambda *, sparing: kept.append(sparing))
     words = ["--hidden-size", "16", "--num-hidden-layers", "1", "--intermediate-size", "16", "--num-attention-heads", "2", "--max-train-examples", "64"]
-    main, config = read_recipe(ROOT / "recipes/accelerated.py", [*words, "--use-cpu", "--no-bf16"])
+    main, config = read_recipe(ROOT / f"recipes/{recipe}.py", [*words, *flags, "--use-cpu", "--no-bf16"])
     found = plan(main, config, sparing=sparing)
-    assert set(kept) == {sparing}
+    assert (set(kept), found.may_spare) == ({sparing}, may_spare)
     assert len(found.notes) == sparing
 
 

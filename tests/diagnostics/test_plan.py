@@ -507,15 +507,18 @@ def test_a_search_shows_how_far_it_is_and_what_was_tried(monkeypatch: pytest.Mon
     assert "toolkit train" not in done.stdout
 
 
-@pytest.mark.parametrize(("devices", "sparing", "code"), [(["cpu-4gb"], [False], 0), (["cpu-2gb"], [False, True], 0), (["cpu-1gb", "24gb"], [False, True, False], 1)])
+@pytest.mark.parametrize(
+    ("devices", "may_spare", "sparing", "code"),
+    [(["cpu-4gb"], True, [False], 0), (["cpu-2gb"], True, [False, True], 0), (["cpu-2gb"], False, [False], 1), (["cpu-1gb", "24gb"], True, [False, True, False], 1)],
+)
 def test_a_run_that_spares_memory_is_planned_where_the_other_does_not_fit(
-    devices: list[str], sparing: list[bool], code: int, monkeypatch: pytest.MonkeyPatch
+    devices: list[str], may_spare: bool, sparing: list[bool], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """3 GiB, or one. Fails when: the first is taken for what a CPU must have, or another device plans the second."""
+    """3 GiB, or one. Fails when: the first is taken for what a CPU must have, or a GPU or a recipe that never spares it plans the second."""
 
     def planned(*_: Any, sparing: bool, **__: Any) -> Plan:
         asked.append(sparing)
-        return Plan({"activations": GIB}, "activations", heap=(3 - 2 * sparing) * GIB)
+        return Plan({"activations": GIB}, "activations", heap=(3 - 2 * sparing) * GIB, may_spare=may_spare)
 
     asked = list[bool]()
     monkeypatch.setattr("toolkit.diagnostics.plan.plan", planned)

@@ -87,7 +87,7 @@ def plan(
     def make(config: "Settings", device: "Device" = devices[0]) -> "Plan":
         plan = planned(config, device, False)
         is_short = device.kind == "cpu" and needed(plan, device) > device.memory
-        return planned(config, device, True) if is_short else plan
+        return planned(config, device, True) if is_short and plan.may_spare else plan
 
     say("reading the data, and planning two steps ...", error=True)
     plans = [(each, make(config, each)) for each in devices]

@@ -57,7 +57,7 @@ class Plan:
 
     `phase`: when that is; `in_evaluation`: whether it is after the steps. `process`: resident bytes of this process before the
     first step, the data read. `heap`: bytes that glibc holds for the tensors on a CPU, at its own highest moment; None where it
-    is not known.
+    is not known. `may_spare`: whether the run would spare memory where little is free, as `fit_micro_batch` does.
     Of several `ranks` it is the first one's, and `engine` says what they share ("" where there is one device).
     `micro_batch`: examples in one, `tokens` in the longest one (padding among them). `examples`: that there are, 0 where they
     are completions. `steps`: of the whole run. `precision`: "no", "bf16" or "fp16", in which it computes.
@@ -67,6 +67,7 @@ class Plan:
     phase: str
     process: int = 0
     heap: int | None = None
+    may_spare: bool = False
     model: str = ""
     parameters: int = 0
     trained: int = 0
@@ -112,6 +113,7 @@ def plan(
             seen.ledger.heap.clear()
     if not seen.batches:
         raise Refusal("no plan of this run: it took no step with batches of tk.build_dataloaders.")
+    seen.may_spare &= bool(values_of(config).get("auto_find_batch_size"))
     return _plan_of(seen)
 
 
@@ -181,7 +183,7 @@ def _plan_of(seen: Seen) -> Plan:
         notes.append("That is in the evaluation, which needs less with a smaller --per-device-eval-batch-size.")
     name = type(model).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
     return Plan(
-        parts, ledger.peak_phase, seen.process, heap, name, trained + frozen, trained, in_evaluation,
+        parts, ledger.peak_phase, seen.process, heap, seen.may_spare, name, trained + frozen, trained, in_evaluation,
         seen.micro_batch_size, -(-seen.update_size // (seen.micro_batch_size * loader.num_data_ranks)),
         _tokens(seen.longest.micro_batches[0]) if seen.longest else 0, seen.examples, loader.num_steps,
         loader.num_data_ranks, seen.engine, seen.precision, notes,

@@ -35,6 +35,7 @@ from toolkit.models import load
 from toolkit.models.attention import kernels
 from toolkit.preference import reference
 from toolkit.training import accelerator, run
+from toolkit.training.memory import most_needed
 
 STEPS = 2
 EVALUATED = 3  # batches of an evaluation before the first step
@@ -52,7 +53,7 @@ class Seen:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.models, self.batches, self.process, self.before = ledger, list[nn.Module](), 0, 0, 0
         self.removed: list[Callable[[], None]] = []
-        self.is_before_steps = self.is_sparing = False
+        self.is_before_steps = self.is_sparing = self.may_spare = False
         self.layers = PlannedLayers(ledger)
         self.train: Any = None
         self.longest: Batch | None = None
@@ -93,6 +94,7 @@ def followed(seen: Seen, values: Mapping[str, Any]) -> Iterator[None]:
         for name in ("add_adapter", "add_value_head"):
             replace.public(name, functools.partial(_made, seen))
         replace.public("build_optimizer", functools.partial(_optimizer, seen))
+        replace.public("fit_micro_batch", functools.partial(_fitted, seen))
         replace.attribute(TrainLoader, "batches", functools.partial(longest_batches, seen))
         replace.attribute(EvalLoader, "__iter__", functools.partial(longest_evaluation, seen))
         if "num_generations" not in values:  # an evaluation there is sampling
@@ -153,6 +155,13 @@ def _optimizer(seen: Seen, original: Callable[..., Any], model: nn.Module, *valu
         seen.ledger.see(buffer, "weights")
     seen.removed += mark_phases(seen.ledger, model, optimizer)
     return optimizer, schedule
+
+
+def _fitted(seen: Seen, original: Callable[..., Any], accelerator: Any, model: nn.Module, *values: Any) -> Any:
+    _, train, *_ = values
+    longest = train.longest_micro_batch()
+    seen.may_spare = longest is not None and most_needed(unwrapped(model), longest) is not None
+    return original(accelerator, model, *values)
 
 
 def _prepared(seen: Seen, original: Callable[..., Any], accelerator: Any, *values: object, **named: object) -> Any:
