@@ -278,7 +278,7 @@ def check_ties(model: nn.Module) -> None:
         if len(found) > 1 and not found.keys() <= embeddings:
             raise Refusal(
                 f"--fsdp: {' and '.join(found.values())} are one parameter, which FSDP2 would put into two groups. "
-                "Take ZeRO (--deepspeed) or DDP."
+                "Take ZeRO (--zero-stage 3) or DDP."
             )
 
 
