@@ -11,15 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import DistributedType
 from typer.testing import CliRunner
 
 from toolkit.cli.main import app
 from toolkit.cli.profile import differs, of_rank
 from toolkit.config import Refusal
+from toolkit.data.loading.batch import Batch
 from toolkit.diagnostics.advice import first_change
 from toolkit.diagnostics.communication import RankTimes, Spent, not_hidden, share_of_waiting
-from toolkit.diagnostics.profile import PHASES, Profile, profile_of
+from toolkit.diagnostics.profile import PHASES, Profile, _padding, profile_of
 from toolkit.diagnostics.saving import Saving, saving_of
 from toolkit.distributed.engines import engine_of
 
@@ -90,6 +92,32 @@ def test_sampling_and_rewards_are_not_the_loops(tmp_path: Path) -> None:
     assert sum(seconds.values()) == pytest.approx(profile["step"])
 
 
+@pytest.mark.parametrize("recipe", ["basic", "embedding", "kto"])
+def test_forward_passes_outside_of_train_step_are_no_time_of_the_loop(recipe: str, tmp_path: Path) -> None:
+    """Of a loop of its own, of a pass without a graph before the step, and of an estimate; of the last two in the trace as well.
+    Fails when: `enter` takes what comes before `backward` for the loop's own, or `_CALLED` lacks cache_gradients or estimate_kl."""
+    found = run(recipe, *SMALL, "--steps", "3", "--json", "--trace", "trace.json", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    profile = json.loads(found.stdout)
+    assert profile["seconds"]["forward"] > 0.2 * profile["step"]
+    assert profile["seconds"]["other"] < 0.1 * profile["step"]
+    assert profile["seconds"]["clipping"] > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    marked = {phase: sum(e["dur"] for e in events if re.fullmatch(rf"step \d+: {phase}", e["name"])) for phase in ("forward", "other")}
+    assert recipe == "basic" or marked["other"] < 0.3 * marked["forward"]
+    assert sum(profile["seconds"].values()) == pytest.approx(profile["step"])
+
+
+def test_padding_is_what_is_computed_of_it() -> None:
+    """Rows of 2, 3 and 10 tokens, padded to 10 or read in two groups. Fails when: rows that are read by their lengths count as long as
+    the longest, or a row without padding counts its mask."""
+    mask = (torch.arange(10)[None] < torch.tensor([2, 3, 10])[:, None]).long()
+    padded = {"input_ids": mask, "attention_mask": mask}
+    ends = torch.tensor([0, 2, 5, 15])
+    for rows, share in ((padded, 0.5), (padded | {"groups": [(2, 3), (1, 10)]}, 1 / 16), (padded | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}, 0.0)):
+        assert _padding(Batch([rows], {"examples": 3.0}, [])) == pytest.approx(share)
+
+
 def made(padding: float = 0.0, device: str = "mps", busy: float | None = None, **shares: float) -> Profile:
     seconds = {phase: shares.get(phase, 0.0) for phase in PHASES}
     seconds["forward"] += 1 - sum(seconds.values())
@@ -103,6 +131,8 @@ def made(padding: float = 0.0, device: str = "mps", busy: float | None = None, *
         (made(data=0.2), {"dataloader_num_workers": 4}, "--dataloader-num-workers 8"),
         (made(padding=0.4), {"packing": False}, "--packing"),
         (made(padding=0.4), {"packing": True}, "--group-by-length"),
+        (made(padding=0.4), {"packing": False, "group_by_length": True}, "padding: take a smaller --max-length"),
+        (made(padding=0.4), {"packing": False, "row_layout": "padded"}, "padding: take --row-layout packed"),
         (made(optimizer=0.4), {}, "--global-batch-size"),
         (made(), {"gradient_checkpointing": True}, "--gradient-checkpointing"),
         (made(other=0.5), {}, "your loop"),

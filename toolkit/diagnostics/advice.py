@@ -30,8 +30,8 @@ def first_change(profile: Profile, settings: Mapping[str, Any]) -> str:
     if profile.share("data") > 0.1:
         return f"{profile.share('data'):.0%} of a step waits for data: take {workers}."
     if profile.padding > 0.2:
-        way = "--packing" if settings.get("packing") is False else "--group-by-length or a smaller --max-length"
-        return f"{profile.padding:.0%} of the positions are padding: take {way}."
+        ways = [way for way in (_even_rows(settings), "a smaller --max-length") if way]
+        return f"{profile.padding:.0%} of the positions are padding: take {', or '.join(ways)}."
     if half and multiplies_bf16(profile.device):
         return f"This {'GPU' if profile.device == 'cuda' else 'CPU'} multiplies bfloat16 faster than float32: take --bf16."
     if profile.share("scoring") > 0.15:
@@ -65,6 +65,17 @@ _LESS_TRANSFER: dict[Exchanged, str] = {
 }  # fmt: skip
 
 
+def _even_rows(settings: Mapping[str, Any]) -> str:
+    """The flag with which less is padded and micro-batches are more alike; "" where it is set."""
+    for name in ("row_layout", "pair_layout"):
+        if settings.get(name) == "padded":
+            return f"--{name.replace('_', '-')} packed"
+    if settings.get("group_by_length"):
+        return ""
+    may_pack = settings.get("packing") is False
+    return "--packing, or --group-by-length where rows can't be packed" if may_pack else "--group-by-length"
+
+
 def _sample_less(profile: Profile, settings: Mapping[str, Any]) -> str:
     if "on_policy_share" in settings:
         return "take a shorter --max-new-tokens, or a smaller --on-policy-share."
@@ -85,9 +96,8 @@ def _save_less(saving: Saving, step_seconds: float, settings: Mapping[str, Any])
 
 def _late_rank(profile: Profile, settings: Mapping[str, Any], workers: str) -> str:
     rank, phase, behind = profile.late()
-    unpacked = settings.get("packing") is False
+    alike = _even_rows(settings)
     if behind < 0.5 * profile.waiting * profile.seconds["communication"]:
-        alike = "--packing" if unpacked else "--group-by-length" if settings.get("group_by_length") is False else ""
         how = f"take {alike}" if alike else "look for other programs on their devices"
         return f"now one, now another, as their rows differ in length or their devices are shared: {how}."
     where = f"rank {rank}, which is behind in {phase}"
@@ -95,4 +105,4 @@ def _late_rank(profile: Profile, settings: Mapping[str, Any], workers: str) -> s
         return f"{where}: take {workers}, and look at its disk."
     if phase == "other":
         return f"{where}: look at what your loop does on that rank."
-    return f"{where}: compare its device with the others', and what else runs on it{', or take --packing' if unpacked else ''}."
+    return f"{where}: compare its device with the others', and what else runs on it{f', or take {alike}' if alike else ''}."

@@ -32,15 +32,17 @@ from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator,
 from toolkit.diagnostics.small import QUIET
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.engine import Exchanged
-from toolkit.tracking.step_metrics import Window
-from toolkit.training import step as training_step
+from toolkit.tracking.step_metrics import Window, model_work
 from toolkit.training.run import Run
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
 LEAST_STEPS = 3  # that are timed
 PHASES = ("data", "sampling", "scoring", "forward", "backward", "clipping", "optimizer", "other")
 # Public functions that a loop calls itself, and the phase that each is.
-_CALLED = {"sample_rollouts": "sampling", "with_own_answers": "sampling", "score_rollouts": "scoring", "with_logps": "forward"}
+_CALLED = {
+    "sample_rollouts": "sampling", "with_own_answers": "sampling", "score_rollouts": "scoring", "with_logps": "forward",
+    "cache_gradients": "forward", "estimate_kl": "forward", "accumulate_micro_batch": "forward", "clip_and_update": "clipping",
+}  # fmt: skip
 
 
 class _Enough(BaseException):
@@ -164,6 +166,8 @@ class _Timer:
 
     def enter(self, phase: str) -> None:
         self._outer.append(self._phase)
+        if (self._phase, phase) == ("other", "backward"):  # a loop without train_step: since the batch, or the last backward
+            self._phase = "forward"
         self._switch(phase)
 
     def leave(self) -> None:
@@ -263,9 +267,8 @@ def _timed(timer: _Timer) -> Iterator[None]:
         for name, phase in _CALLED.items():
             replace.public(name, functools.partial(_in_phase, timer, phase))
         replace.attribute(torch.Tensor, "backward", functools.partial(_in_phase, timer, "backward"))
-        replace.attribute(training_step, "accumulate_micro_batch", functools.partial(_in_phase, timer, "forward"))
+        replace.attribute(torch.nn.utils, "clip_grad_norm_", functools.partial(_in_phase, timer, "clipping"))
         replace.attribute(Window, "event", functools.partial(_logged, timer))
-        replace.attribute(training_step, "clip_and_update", functools.partial(_in_phase, timer, "clipping"))
         replace.callback(register_optimizer_step_pre_hook(lambda *_: timer.enter("optimizer")).remove)
         replace.callback(register_optimizer_step_post_hook(lambda *_: timer.leave()).remove)
         yield
@@ -296,10 +299,9 @@ def _batches(timer: _Timer, original: Callable[..., Iterator[Batch]], *values: A
 
 
 def _padding(batch: Batch) -> float:
-    padded = [each for each in batch.micro_batches if "token_places" not in each]  # of others the padding is not computed
-    masks = [each["attention_mask"] for each in padded if isinstance(each.get("attention_mask"), torch.Tensor)]
-    positions = sum(mask.numel() for mask in masks)
-    return 1 - sum(int(mask.sum()) for mask in masks) / positions if positions else 0.0
+    masked = [each for each in batch.micro_batches if {"attention_mask", "input_ids"} <= each.keys()]
+    computed = sum(model_work(each)["model_tokens"] for each in masked)
+    return 1 - sum(int(each["attention_mask"].sum()) for each in masked) / computed if computed else 0.0
 
 
 def _logged(timer: _Timer, original: Callable[..., Any], window: Any, optimizer: Any, model: Any, accelerator: Any) -> Any:

@@ -1,7 +1,9 @@
 """Batches and their totals, against plain loops over the dataset."""
 
 import resource
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.collate import collate_packed, collate_padded
+from toolkit.data.loading.collate_groups import collate_lists, collate_text_groups
+from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs, collate_scored_pairs
 from toolkit.data.loading.loaders import build_dataloaders
 from toolkit.system.console import warn_once
 
@@ -60,6 +64,16 @@ def test_totals_are_the_supervised_tokens_of_the_global_batch(packing: bool, str
         counted = sum(supervised(m) for b in batches for m, real in zip(b.micro_batches, b.real, strict=True) if real)
         assert {b.totals["tokens"] for b in batches} == {counted}
         assert {b.totals["examples"] for b in batches} == {len(batches[0].examples)}
+
+
+@pytest.mark.parametrize(
+    "collate", [collate_padded, collate_pairs, collate_scored_pairs, collate_answers, collate_lists, collate_text_groups]
+)
+def test_packing_is_refused_where_rows_are_not_joined(collate: Callable[..., Any]) -> None:
+    """Fails when: a collate function is left out of `_UNPACKED`; documents longer than a row ended in a traceback."""
+    for each in (collate, partial(collate, pad_token_id=0)):
+        with pytest.raises(Refusal, match="--packing"):
+            build_dataloaders(DatasetDict(train=token_dataset()), each, DataConfig(packing=True, max_length=4))
 
 
 def test_packed_rows_hold_every_token_of_an_epoch_once() -> None:

@@ -21,7 +21,8 @@ from toolkit.config import DataConfig, Refusal
 from toolkit.data.compat import fingerprint_of
 from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.collate import collate_padded
-from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
+from toolkit.data.loading.collate_groups import collate_lists, collate_text_groups
+from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs, collate_scored_pairs
 from toolkit.data.loading.columns import check_splits, column
 from toolkit.data.loading.order import Order, StepPlan, batch_of, checked, cut_step, epoch_order, generator_of, plan_steps
 from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
@@ -45,7 +46,10 @@ BYTES_OF_EXAMPLE, BYTES_OF_TOKEN = 1000, 32  # of a batch, with the documents th
 _UNPACKED = (  # collate functions whose rows --packing is not for
     (collate_padded, " puts documents of several examples into one row, which this recipe's padded rows cannot hold."),
     (collate_pairs, ": pairs are one behind the other without padding as it is (--pair-layout). Remove it."),
+    (collate_scored_pairs, ": each answer of a pair is a row of its own (--pair-layout). Remove it."),
     (collate_answers, ": answers are one behind the other without padding as it is. Remove it."),
+    (collate_lists, ": each document of a list is a row of its own. Remove it."),
+    (collate_text_groups, ": each text is embedded by itself. Remove it."),
 )
 Collate = Callable[[list[Document]], MicroBatch]
 
