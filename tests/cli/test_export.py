@@ -71,7 +71,7 @@ def test_the_best_is_the_one_that_the_run_points_to(folder: Path) -> None:
     write_pointer(folder / "out/checkpoints", "best", folder / "out/checkpoints/step-4")
     done = toolkit(folder, "export", "out", "--best")
     assert done.returncode == 0, done.stderr
-    exported = folder / "out/model-step-4/model.safetensors"
+    exported = folder / "out/best_model/model.safetensors"
     assert exported.is_file()
     again = toolkit(folder, "export", "out", "--best")
     assert again.returncode == 2
@@ -79,7 +79,9 @@ def test_the_best_is_the_one_that_the_run_points_to(folder: Path) -> None:
     exported.write_bytes(b"")
     assert toolkit(folder, "export", "out", "--best", "--overwrite").returncode == 0
     assert exported.stat().st_size
-    shutil.rmtree(folder / "out/model-step-4")
+    best = load_file(folder / "out/checkpoints/step-4/model.safetensors")
+    assert all(torch.equal(best[name], tensor) for name, tensor in load_file(exported).items())
+    shutil.rmtree(folder / "out/best_model")
 
 
 def test_what_a_recipe_saves_elsewhere_stays(folder: Path) -> None:

@@ -590,9 +590,10 @@ def test_what_has_no_plan_is_refused_in_one_message(words: list[str], said: str,
 
 
 def test_devices_are_known_by_name_by_instance_and_by_size() -> None:
-    """Fails when: an instance has the memory of all its devices together."""
+    """Fails when: an instance has the memory of all its devices together, or a size of a family is not known."""
     assert find_device("ml.p5.48xlarge").memory == find_device("H100").memory
     assert (find_device("ml.g5.12xlarge").count, find_device("24gb").kind, find_device("mac-64gb").kind) == (4, "cuda", "mps")
+    assert [find_device(f"ml.{name}").count for name in ("g5.16xlarge", "g6e.24xlarge", "g6.48xlarge", "g4dn.12xlarge")] == [1, 4, 8, 4]
     assert find_device("mac-64gb").memory == 48 * GIB
     assert find_device("RTX 4090") == find_device("4090") == find_device("rtx_4090")
     assert find_device("A100-40GB") == find_device("a100")

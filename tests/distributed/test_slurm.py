@@ -140,6 +140,21 @@ def test_of_an_array_one_job_is_stopped_and_comes_back_alone(slurm: dict[str, st
     run(["scancel", job], slurm)
 
 
+@pytest.mark.slow
+def test_the_jobs_of_an_array_share_the_trials_of_a_sweep(slurm: dict[str, str], tmp_path: Path) -> None:
+    """Each trial once. Fails when: a job of the array gets no command, or works on a sweep of its own."""
+    words = ["--sweep-workers", "2", "--sweep-dir", "rates", "--search", "learning_rate=1e-4,1e-3,1e-2", "--max-steps", "2", "--time", "10"]
+    few = ["--save-steps", "2", "--eval-steps", "2"]
+    job = submitted(tmp_path, slurm, *words, *few)
+    jobs = [f"{job}_0", f"{job}_1"]
+    wait_for(lambda: all(state(each, slurm) in ("COMPLETED", "FAILED") for each in jobs), 120)
+    logs = [(tmp_path / f"rates.slurm-{each}.log").read_text() for each in jobs]
+    assert [state(each, slurm) for each in jobs] == ["COMPLETED"] * 2, logs
+    assert sorted(path.name for path in (tmp_path / "rates/trials").iterdir()) == ["0000", "0001", "0002"]
+    assert sorted(number for log in logs for number in re.findall(r"^trial (\d+)  eval_loss", log, re.MULTILINE)) == ["0000", "0001", "0002"]
+    assert all("3 of 3 trials have ended, 3 with a value" in log for log in logs)
+
+
 def test_what_slurm_or_the_recipe_refuses_is_one_message(slurm: dict[str, str], tmp_path: Path) -> None:
     """Fails when: a mistake is found after hours in the queue."""
     for words, said in (

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import toolkit as tk
 from toolkit.config.reading import public_settings
@@ -71,9 +80,23 @@ def test_flops_of_a_decoder_behind_an_encoder_are_of_the_targets_tokens() -> Non
     with FlopCounterMode(display=False) as counted:
         model(input_ids=source, decoder_input_ids=target).logits.sum().backward()
     work = model_work({"input_ids": source, "decoder_input_ids": target, "supervised_positions": torch.arange(20)})
-    assert work["pairs"] == 4 * (30 * 31 / 2 + 5 * 6 / 2 + 5 * 30)
+    assert work["pairs"] == 4 * (30 * 30 + 5 * 6 / 2 + 5 * 30)
     every_pair = 4 * (30 * 30 + 5 * 5 + 5 * 30)  # eager attention computes them
     flops = training_flops(model, work["model_tokens"], work["head_positions"], every_pair, work["decoder_tokens"])
+    assert flops == pytest.approx(counted.get_total_flops(), rel=0.02)
+
+
+def test_flops_of_an_encoder_are_of_all_pairs() -> None:
+    """Rows of 40 tokens in narrow layers, whose attention is most of the work. Fails when: only the tokens before count as seen."""
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FEED, num_hidden_layers=LAYERS, num_attention_heads=4,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model, ids = BertModel(config, add_pooling_layer=False).train(), torch.randint(0, VOCABULARY, (2, 40))
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=ids).last_hidden_state.sum().backward()
+    work = model_work({"input_ids": ids})
+    flops = training_flops(model, work["model_tokens"], work["head_positions"], work["pairs"])
     assert flops == pytest.approx(counted.get_total_flops(), rel=0.02)
 
 

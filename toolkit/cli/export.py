@@ -29,7 +29,8 @@ _OF_THE_LAYOUT = (
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's output directory, or one of its checkpoints.")],
     into: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the model is written. Default: RUN/model-step-N.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the model is written. Default: RUN/model-step-N, with --best RUN/best_model."),
     ] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step. Default: the newest.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint of the best evaluation.")] = False,
@@ -48,8 +49,9 @@ def export(
         run, step = run.parent.parent, int(run.name.removeprefix("step-"))
     checkpoint = _find(run, step, best).absolute()
     run = Path(os.path.abspath(run))
-    name = into.as_posix() if into and not into.is_absolute() else (into or Path(f"model-{checkpoint.name}")).name
-    into = directory_to_write(into or run / f"model-{checkpoint.name}", checkpoint, overwrite)
+    usual = "best_model" if best else f"model-{checkpoint.name}"
+    name = into.as_posix() if into and not into.is_absolute() else (into or Path(usual)).name
+    into = directory_to_write(into or run / usual, checkpoint, overwrite)
     into = Path(os.path.abspath(into))
     if checkpoint.parent.resolve() in into.resolve().parents:
         raise Refusal(f"--into {into}: is among the run's checkpoints. Name another.")

@@ -42,7 +42,7 @@ def plan(
     """Find the memory that a recipe needs, without its weights and without a GPU, and whether it fits.
 
     The recipe itself takes two steps on tensors without contents, with the longest micro-batch of its data. Of several ranks
-    (--processes) the first is planned. Completions of grpo and ppo are as long as they may be. Weights in 4 bits have no plan.
+    (--processes) the first is planned. Completions of grpo and ppo are as long as they may be.
 
     Ends with 0 when the run fits on the first device, with 1 when it doesn't, with 2 when there is no plan.
     """

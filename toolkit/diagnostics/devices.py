@@ -21,14 +21,17 @@ _GPUS = {
     "b200": 178.4, "h200": 139.8, "h100": 79.1, "a100-80gb": 79.1, "a100": 39.4, "l40s": 44.4, "a10g": 22.1, "l4": 22.0,
     "t4": 14.6, "v100": 15.8, "v100-32gb": 31.7, "rtx-3090": 23.6, "rtx-4090": 23.6, "rtx-5090": 31.4,
 }  # fmt: skip
-# SageMaker's instances: the device and how many of them.
+# SageMaker's instances: the device and how many of them. The sizes of three families have as many each.
+_SIZES = {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "16xlarge": 1, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
 _INSTANCES = {
-    "ml.g4dn.xlarge": ("t4", 1), "ml.g4dn.12xlarge": ("t4", 4), "ml.g5.xlarge": ("a10g", 1), "ml.g5.2xlarge": ("a10g", 1),
-    "ml.g5.12xlarge": ("a10g", 4), "ml.g5.48xlarge": ("a10g", 8), "ml.g6.xlarge": ("l4", 1), "ml.g6.12xlarge": ("l4", 4),
-    "ml.g6.48xlarge": ("l4", 8), "ml.g6e.xlarge": ("l40s", 1), "ml.g6e.12xlarge": ("l40s", 4), "ml.g6e.48xlarge": ("l40s", 8),
-    "ml.p3.2xlarge": ("v100", 1), "ml.p3.16xlarge": ("v100", 8), "ml.p4d.24xlarge": ("a100", 8),
-    "ml.p4de.24xlarge": ("a100-80gb", 8), "ml.p5.48xlarge": ("h100", 8), "ml.p5e.48xlarge": ("h200", 8),
-    "ml.p5en.48xlarge": ("h200", 8), "ml.p6-b200.48xlarge": ("b200", 8),
+    **{f"ml.{family}.{size}": (gpu, count) for family, gpu in (("g5", "a10g"), ("g6", "l4"), ("g6e", "l40s"))
+       for size, count in _SIZES.items()},
+    **{f"ml.g4dn.{size}": ("t4", count) for size, count in _SIZES.items() if size not in ("24xlarge", "48xlarge")},
+    "ml.p3.2xlarge": ("v100", 1), "ml.p3.8xlarge": ("v100", 4), "ml.p3.16xlarge": ("v100", 8),
+    "ml.p3dn.24xlarge": ("v100-32gb", 8),
+    "ml.p4d.24xlarge": ("a100", 8), "ml.p4de.24xlarge": ("a100-80gb", 8), "ml.p5.4xlarge": ("h100", 1),
+    "ml.p5.48xlarge": ("h100", 8), "ml.p5e.48xlarge": ("h200", 8), "ml.p5en.48xlarge": ("h200", 8),
+    "ml.p6-b200.48xlarge": ("b200", 8),
 }  # fmt: skip
 _BEFORE_AMPERE = ("t4", "v100", "v100-32gb")
 CONTEXT = round(0.6 * GIB)  # of CUDA with cuBLAS's and cuDNN's workspaces

@@ -154,8 +154,9 @@ def training_flops(
     A number in a matrix takes 2 forward, 2 for the gradient of what goes in, and 2 for its own where it is trained, with each
     of the `tokens`, in the decoder behind an encoder with each of the `decoder_tokens`; the output head with the
     `head_positions` it is applied at. Attention takes 4 x heads x head dimension forward and twice that backward, in each
-    layer, for each of the `pairs` of a token and one it sees. Look-ups, norms and biases take none. Of experts those count that
-    a token goes through; of what lies below the first trained weight, a gradient that nobody needs.
+    layer, for each of the causal `pairs` of a token and one it sees, and for those after it where attention is of both sides.
+    Look-ups, norms and biases take none. Of experts those count that a token goes through; of what lies below the first
+    trained weight, a gradient that nobody needs.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_weights = {id(weight) for weight in head.parameters()} if head is not None else set()
@@ -182,17 +183,25 @@ def training_flops(
     if not heads:  # a model without attention
         return flops
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    directions = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    if not decoder_tokens and directions == {False}:
+        pairs = _both_sides(pairs, tokens)
     return flops + 12.0 * shape.num_hidden_layers * heads * head_dim * pairs
 
 
 _OF_ENCODED = re.compile(r"\.(EncDecAttention|encoder_attn)\.[kv]")  # keys and values in a decoder, of the encoder's tokens
 
 
+def _both_sides(pairs: float, tokens: float) -> float:
+    """The pairs of documents without causality: each of n tokens has n (n + 1) / 2 with it, and n^2."""
+    return 2 * pairs - tokens
+
+
 def model_work(micro_batch: MicroBatch) -> dict[str, float]:
     """What a model does with a micro-batch: tokens that go through, positions of its head, pairs in full causal attention.
 
-    Where padding is computed, a padded row counts as long as it is; with a window fewer pairs are seen, and without causality
-    about twice as many. `decoder_tokens`: those of the targets behind an encoder.
+    Where padding is computed, a padded row counts as long as it is; with a window fewer pairs are seen. `decoder_tokens`: those
+    of the targets behind an encoder, whose own pairs are of both sides.
     """
     positions = micro_batch.get("supervised_positions", micro_batch.get("answer_positions"))
     if "cu_seq_lens_q" in micro_batch:  # padded rows may have them too, whose padding the model's body leaves out
@@ -208,7 +217,7 @@ def model_work(micro_batch: MicroBatch) -> dict[str, float]:
     if "decoder_input_ids" in micro_batch:
         rows, length = micro_batch["decoder_input_ids"].shape
         seen_each = (length + 1) / 2 + micro_batch["input_ids"].shape[1]
-        work |= {"pairs": pairs + rows * length * seen_each, "decoder_tokens": float(rows * length)}
+        work |= {"pairs": _both_sides(pairs, tokens) + rows * length * seen_each, "decoder_tokens": float(rows * length)}
     return work
 
 
