@@ -54,6 +54,14 @@ def test_a_command_whose_output_cannot_be_written_says_so_once(words: list[str],
     assert (done.returncode, done.stderr) == (1, f"standard output: {os.strerror(errno.ENOSPC)}\n")
 
 
+@pytest.mark.parametrize(("words", "code"), [(["recipes"], 0), (["plan", "--help"], 0), (["doctor", "no-such-recipe"], 2)])
+def test_a_command_with_closed_streams_ends_with_its_own_code(words: list[str], code: int) -> None:
+    """As daemons start it. Fails when: `main` of the command leaves a closed stream as None, which ended in a traceback."""
+    command = ["bash", "-c", '"$@" <&- >&-', "bash", sys.executable, "-m", "toolkit", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
 class _Disk(io.StringIO):
     """That is full at times."""
 

@@ -12,6 +12,7 @@ from toolkit.command_line.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
 from toolkit.system.console import StreamError, as_typed, keep_bars_out_of_logs, say
 from toolkit.system.interruptions import raise_on_sigterm
+from toolkit.system.standard_streams import open_closed_streams
 
 # name: (module:function, its line of help); in panels
 COMMANDS = {
@@ -92,6 +93,7 @@ def _options(
 
 def main() -> None:
     """Run the command line; what cannot be meant ends with one message and code 2, a signal with one and 128 + its number."""
+    open_closed_streams()
     keep_bars_out_of_logs()
     raise_on_sigterm()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # ranks refuse and end together: one message for each node

@@ -38,13 +38,19 @@ class _Log:
 
 
 def outlive_the_log() -> None:
-    """From here on, standard output and error end nothing by an error; where one is closed, as daemons have it, it leads
-    nowhere: a file of the run must not get its number, to which libraries print.
-    """
-    for name in ("stdin", "stdout", "stderr"):
+    """From here on, standard output and error end nothing by an error; where one is closed, it leads nowhere."""
+    open_closed_streams()
+    for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # in this order each gets the number of the closed one
+        if not isinstance(stream, _Log):
+            setattr(sys, name, cast(TextIO, _Log(stream)))
+
+
+def open_closed_streams() -> None:
+    """A standard stream that is closed, as daemons have it, leads nowhere: a file of the run must not get its number, to which
+    libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):  # in this order each gets the number of the closed one
+        if getattr(sys, name) is None:
             stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115 - for the process
-        if name != "stdin" and not isinstance(stream, _Log):
-            stream = cast(TextIO, _Log(stream))
-        setattr(sys, name, stream)
+            setattr(sys, name, stream)
