@@ -30,6 +30,15 @@ _OWN_COLLATE = """
         return micro_batch
 
 """
+_CHANGED = """    given = collate
+
+    def collate(documents):
+        import torch
+        micro_batch = given(documents)
+        values = micro_batch["{0}"]
+        return {{**micro_batch, "{0}": {1}}}
+
+    train, evaluation ="""
 _PADDED = "collate_padded(documents, tokenizer.pad_token_id)"
 _CLASS_LOSS = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
 _BASIC_OPTIMIZER = "    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)\n"
@@ -55,6 +64,25 @@ MISTAKES: dict[str, Mistake] = {
         return given(documents)
 
     train, evaluation =''')], [], "tokens", "def collate",
+    ),
+    "a mask of ones over padding": (
+        "accelerated", [("    train, evaluation =", _CHANGED.format("attention_mask", "torch.ones_like(values)"))],
+        ["--row-layout", "padded"], "alone", None,
+    ),
+    "labels a token late": (
+        "token_classification", [("    train, evaluation =", _CHANGED.format("labels", "values.roll(1, dims=1)"))],
+        [], "masks", "def collate",
+    ),
+    "an end behind the answer": (
+        "question_answering", [("    train, evaluation =", _CHANGED.format("end_positions", "values + (values > 0).long()"))],
+        [], "spans", "def collate",
+    ),
+    "a decoder that begins with another token than in generation": (
+        "seq2seq", [("decoder_start_token_id=first", "decoder_start_token_id=5")], [], "shift", None,
+    ),
+    "special tokens to be found": (
+        "masked_lm", [("    collate = tk.collate_packed", '''    masks = partial(masks, is_special=masks.keywords["is_special"] & False)
+    collate = tk.collate_packed''')], [], "masks", None,
     ),
     "unshifted labels": (
         "sft", [(_SFT_LOSS, own_loss("logits.flatten(0, 1), labels.flatten()"))], [], "shift", "logits = model(",

@@ -118,6 +118,17 @@ def test_a_check_that_looked_at_nothing_does_not_say_ok(tmp_path: Path) -> None:
     assert [each.state for each in outcomes] == ["skipped"] * 4
 
 
+@pytest.mark.parametrize(("before", "accused"), [(0, True), (1, False)])
+def test_labels_are_in_their_places_where_a_collate_function_puts_a_token_before_each_row(before: int, accused: bool) -> None:
+    """Labels a place to the right, with the tokens or without them. Fails when: `are_in_place` is always true, or labels are
+    counted alone."""
+    documents = [{"input_ids": np.array([5, 6, 7, 8]), "labels": np.array([-100, 1, 1, -100])}]
+    ids = torch.tensor([[9] * before + [5, 6, 7, 8, 0][: 5 - before]])
+    made = MadeBatch({"input_ids": ids, "labels": torch.tensor([[-100, -100, 1, 1, -100]])}, documents, tk.collate_padded, kind="train")
+    record = Record(task="token_classification", made_batches={0: made})
+    assert bool(check_masks(record, tk.ModelConfig()).findings) is accused
+
+
 @pytest.mark.slow
 def test_all_checks_together_find_what_each_finds(tmp_path: Path) -> None:
     """Fails when: a check is shown the run of another one, or some have no run without --only."""

@@ -161,14 +161,19 @@ def _key(row: dict[str, Any]) -> str:
     return str(row["input_ids"])
 
 
-def rows_of(made: MadeBatch) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """The labels of each document, as long as it is, and the document."""
-    labels, start = made.tensors["labels"], 0
-    packed = labels.shape[0] == 1 and len(made.documents) > 1
+def rows_of(made: MadeBatch, name: str = "labels") -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """The labels of each document, or what else there is for each token, as long as it is, and the document."""
+    values, start = made.tensors[name], 0
+    packed = values.shape[0] == 1 and len(made.documents) > 1
     for number, document in enumerate(made.documents):
         length = len(document["input_ids"])
-        yield (labels[0, start : start + length] if packed else labels[number, :length]), document
+        yield (values[0, start : start + length] if packed else values[number, :length]), document
         start += length
+
+
+def are_in_place(made: MadeBatch) -> list[bool]:
+    """Of each document, whether its tokens are where its row has them: a collate function may put others before them."""
+    return [ids.tolist() == list(document["input_ids"]) for ids, document in rows_of(made, "input_ids")]
 
 
 def with_token_labels(record: Record) -> list[MadeBatch]:

@@ -11,9 +11,10 @@ import torch
 
 from toolkit.config import Settings
 from toolkit.config.reading import values_of
-from toolkit.diagnostics.checks_of_data import HIDDEN, IGNORED, micro_batch_of, rows_of, with_token_labels
+from toolkit.diagnostics.checks_of_data import HIDDEN, IGNORED, are_in_place, micro_batch_of, rows_of, with_token_labels
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Forward, MadeBatch, Record
+from toolkit.models.encoder_decoder import decoder_start
 
 _CAUSAL = ("sft", "lm")
 _ALIGNED = (*HIDDEN, "token_classification")
@@ -49,7 +50,9 @@ def check_masks(record: Record, config: Settings) -> Outcome:
         )
         findings.append(Finding("masks", what, change, where))
     elif record.task in HIDDEN:
-        findings.append(_nothing_hidden(made))
+        findings += [_nothing_hidden(made), _ends_hidden(made, record)]
+    elif record.task == "token_classification":
+        findings.append(_labels_moved(made))
     elif record.task in _CAUSAL and _has_prompts(record) and not _wants_prompts(config):
         first = next((d for each in made for d in each.documents if supervised_of(d, False) >= len(d["input_ids"]) - 1), None)
         if first is not None:
@@ -99,6 +102,35 @@ def _nothing_hidden(made: Sequence[MadeBatch]) -> Finding | None:
         return None
     what = f"{same / seen:.0%} of the tokens to be found are in the input as they are."
     return Finding("masks", what, "Pass augment=tk.build_masks(tokenizer, config) to tk.build_dataloaders.")
+
+
+def _ends_hidden(made: Sequence[MadeBatch], record: Record) -> Finding | None:
+    """Of a masked language model: beginnings, separators and padding are not among the tokens to be found."""
+    tokenizer = record.tokenizer
+    if record.task != "masked_lm" or tokenizer is None:
+        return None
+    names = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+    ends = {token for name in names if (token := getattr(tokenizer, name, None)) is not None}
+    hidden = sum(int(label) in ends for each in made for label in each.tensors["labels"].flatten())
+    if not hidden:
+        return None
+    what = f"{hidden:,} of the tokens to be found are special ones ({_shown(ends, tokenizer)}), of which no text is made."
+    return Finding("masks", what, "Leave special tokens as they are, as tk.build_masks(tokenizer, config) does.", made[0].where)
+
+
+def _labels_moved(made: Sequence[MadeBatch]) -> Finding | None:
+    """Of words: the tokens that have a label are those of the data. What the labels are called is the recipe's."""
+    rows = [
+        (labels.tolist(), document["labels"])
+        for each in made
+        for (labels, document), is_in_place in zip(rows_of(each), are_in_place(each), strict=True)
+        if is_in_place and "labels" in document
+    ]
+    off = sum([label != IGNORED for label in given] != [label != IGNORED for label in said] for given, said in rows)
+    if not off:
+        return None
+    what = f"In {off:,} of {len(rows):,} rows other tokens have a label than in the tokenized rows."
+    return Finding("masks", what, "Keep each label at its own token, as tk.collate_padded does.", made[0].where)
 
 
 def _has_prompts(record: Record) -> bool:
@@ -189,11 +221,17 @@ def _check_decoder_shift(record: Record) -> Outcome:
         what = f"The decoder is shown the tokens that it is to write ({same / seen:.0%} of them)."
         change = "Shift its inputs to the right by one, from the model's decoder_start_token_id, as tk.collate_seq2seq does."
         return found(note, Finding("shift", what, change, made[0].where))
+    start = decoder_start(record.model) if record.model is not None else None  # None: each target has its own
+    firsts = {int(first) for each in made for first in each.tensors["decoder_input_ids"][:, 0]}
+    if start is not None and start not in firsts:
+        began, begins = (_shown(tokens, record.tokenizer) for tokens in (firsts, {start}))
+        what = f"The decoder's inputs begin with {began} in training; the model begins to write behind {begins}."
+        return found(note, Finding("shift", what, "Begin them with what tk.decoder_start(model) returns.", made[0].where))
     return found(note)
 
 
 def check_spans(record: Record) -> Outcome:
-    """Starts and ends of answers are those of the data in the micro-batches, and each is learned from the logits of its own."""
+    """Starts and ends of answers are those of the rows in the micro-batches, and each is learned from the logits of its own."""
     places = ("start_positions", "end_positions")
     made = [
         each for each in record.made_batches.values()
@@ -211,15 +249,17 @@ def check_spans(record: Record) -> Outcome:
             wanted += zip(*(each.tensors[name].tolist() for name in places), strict=True)
             where = where or forward.where
     backwards = sum(start > end for start, end in said)
-    (in_batch, of), (in_loss, of_learned) = _exchanged(given, said), _exchanged(learned, wanted)
+    in_loss, of_learned = _exchanged(learned, wanted)
+    in_place = [place for each in made for place in are_in_place(each)]
+    moved = sum(pair != other for pair, other, place in zip(given, said, in_place, strict=True) if place)
     findings = [
         None if not backwards else Finding(
             "spans", f"{backwards:,} of {len(said):,} answers end before they begin.",
             "Tokenize with tk.tokenize_for_question_answering, and leave start_positions and end_positions as they are.",
         ),
-        None if in_batch <= of / 2 else Finding(
-            "spans", f"Start and end are exchanged in the micro-batches ({in_batch:,} of {of:,} answers).",
-            "Make start_positions of start_positions and end_positions of end_positions, as tk.collate_windows does.",
+        None if not moved else Finding(
+            "spans", f"{moved:,} of {len(said):,} answers begin or end at another token than in the tokenized rows.",
+            "Leave start_positions and end_positions as tk.collate_windows makes them: an answer's first and last token.",
             made[0].where,
         ),
         None if in_loss <= of_learned / 2 else Finding(
@@ -229,7 +269,7 @@ def check_spans(record: Record) -> Outcome:
             where,
         ),
     ]  # fmt: skip
-    return found(f"{of:,} answers of several tokens, {of_learned:,} of them seen in the loss", *findings)
+    return found(f"{len(said):,} answers, {of_learned:,} of several tokens seen in the loss", *findings)
 
 
 def _exchanged(seen: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -20,9 +20,9 @@ from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, has_learned,
 from toolkit.system.console import first_line
 from toolkit.system.evaluation_mode import evaluation_mode
 
-SAME = 5e-4  # relative difference of metrics of the same weights
+SAME = 2e-4  # relative difference of metrics of the same weights
 AMPLIFIED = 100.0  # times by which metrics may differ more than weights do, which rounding and two updates have moved apart
-_OF_LOGPS = 1e-4  # of log-probabilities of answers: a reward, which is their difference, is as exact as one of this size
+_OF_LOGPS = 2.5e-4  # of log-probabilities of answers: a reward, which is their difference, is as exact as one of this size
 _NO_METRIC = ("second", "time", "memory", "examples")
 _OF_CLASSES = ("classification", "token_classification")
 
@@ -64,7 +64,7 @@ def check_evaluation(split: Record, whole: Record, weights: dict[str, Gradients]
     if len(shared) < 2:
         return skipped("no evaluation was logged")
     shared.remove("step")
-    least = max(1e-3, *(_OF_LOGPS * abs(other[n]) for n in shared if "logps" in n), 0.0)
+    least = max(2.5e-3, *(_OF_LOGPS * abs(other[n]) for n in shared if "logps" in n), 0.0)
     error, name = max((abs(one[n] - other[n]) / max(abs(other[n]), least), n) for n in shared)
     note = f"{len(shared)} metrics, largest relative difference {error:.1e}"
     if error < SAME + AMPLIFIED * (away if same_weights else 0.0):
@@ -154,8 +154,9 @@ def check_overfit(record: Record) -> Outcome:
         f"After {len(losses)} steps on the same 8 examples the loss is {last:.4g} of {first:.4g}: too little is learned."
     )
     change = (
-        "Look at the findings above. Else: the sign of the loss, labels that belong to other rows, updates that are not "
-        f"applied, or a rate (here at most {rate:.1e}) that is too low for so few steps with this optimizer."
+        "Look at the findings above. Else: the sign of the loss, labels that belong to other rows, numbers to predict that are "
+        f"far larger than 1, updates that are not applied, or a rate (here at most {rate:.1e}) that is too low for so few "
+        "steps with this optimizer."
     )
     return found(note, Finding("overfit", what, change, loss_place(record)))
 

@@ -109,7 +109,6 @@ def _learning(config: Settings) -> dict[str, Any]:
         **_EIGHT, "max_steps": LEARNING_STEPS, "max_train_examples": GLOBAL_BATCH, "eval_strategy": "no",
         "eval_on_start": False, "eval_steps": 10**6, "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0,
         "learning_rate": max(values.get("learning_rate") or 0.0, 3e-3), "optim": "adamw_torch", "dropout": None,
-        "group_by_length": False,
     }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ _PLAIN: dict[str, Any] = {
     "dataloader_num_workers": 0, "auto_find_batch_size": False, "rollout_server": None, "num_samples": 0, "metrics": [],
     "predict_with_generate": False, "global_batch_size": None, "eval_delay": 0.0, "save_steps": 10**6,
     "divergence": "warn", "nonfinite": "skip", "rollouts_from": None,
+    "group_by_length": False,  # rows of one length have no padding, and a mistake in it is not seen
 }  # fmt: skip
 _EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_on_start": True}
 _FEW = {"max_train_examples": 512, "max_eval_examples": HELD_OUT}
