@@ -27,6 +27,7 @@ from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.losses.causal_lm import causal_lm_loss, causal_lm_metrics, metrics_with_bytes
 from toolkit.metrics.classification import classification_metrics
 from toolkit.metrics.metric import Metrics
+from toolkit.training import evaluation
 from toolkit.training.evaluation import eval_with_gather, stopped_improving
 
 pytestmark = pytest.mark.warm
@@ -355,6 +356,20 @@ def test_evaluations_stop_a_run_when_those_of_trainer_would(greater_is_better: b
                 stops += 1
                 break
     assert stops > 50
+
+
+def test_what_is_free_is_given_back_before_the_first_batch(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: an evaluation's memory comes on top of what the steps left free."""
+    done: list[str] = []
+    monkeypatch.setattr(evaluation, "give_back_memory", lambda: done.append("given back"))
+
+    def update(model: nn.Module, micro_batch: Any) -> dict[str, torch.Tensor]:
+        done.append("batch")
+        return {"loss": torch.zeros(()), "examples": torch.ones(())}
+
+    metrics = Metrics(update=update, finalize=lambda sums: sums)
+    eval_with_gather(accelerator, Memory(CLASSES), loader(2, 1, examples_of("single_label")), metrics)
+    assert done == ["given back", "batch", "batch"]
 
 
 if __name__ == "__main__":

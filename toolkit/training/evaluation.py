@@ -14,6 +14,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.distributed.ranks import on_all, on_main
 from toolkit.metrics.metric import Metrics
+from toolkit.system.allocator import give_back_memory
 from toolkit.system.evaluation_mode import evaluation_mode
 from toolkit.system.numbers import show_decimals
 from toolkit.training.step import to_device
@@ -41,6 +42,7 @@ def eval_with_gather(
     """
     if loader is None:
         raise Refusal("There is no evaluation split. Take --eval-split or --eval-fraction, or --eval-strategy no.")
+    give_back_memory()  # what steps left free fits few blocks of other batches, whose memory would come on top
     with evaluation_mode(model):
         observe = _observe_rows if metrics.gather else _observe_sums
         observed = observe(accelerator, model, loader, metrics)
