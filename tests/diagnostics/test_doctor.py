@@ -261,6 +261,19 @@ def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:
     assert "nothing" in path.read_text().splitlines()[int(finding["where"].rpartition(":")[2]) - 1]
 
 
+def test_a_disk_without_room_is_that_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the refusal names --output-dir, which nobody typed."""
+
+    def full(*_: Any) -> None:
+        raise Refusal("--output-dir /tmp/doctor-x: 3 MB free")
+
+    monkeypatch.setattr("toolkit.runs.directory.check_disk_space", full)
+    done = CliRunner().invoke(app, ["doctor", "accelerated"], prog_name="toolkit")
+    assert isinstance(done.exception, Refusal)
+    assert "TMPDIR" in str(done.exception)
+    assert "--output-dir" not in str(done.exception)
+
+
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [

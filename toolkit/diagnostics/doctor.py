@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -33,9 +34,11 @@ from toolkit.diagnostics.checks_of_steps import (
 )
 from toolkit.diagnostics.findings import CHECKS, Finding, Outcome, Report, found, skipped
 from toolkit.diagnostics.records import Record
+from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import Runs, ended_by_signals, run_short
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
 from toolkit.diagnostics.watch import Watch
+from toolkit.training import opening
 
 # The runs that checks look at, next to that of the recipe as it is configured.
 _RUNS: dict[str, tuple[str, ...]] = {
@@ -56,8 +59,9 @@ def examine(
         Refusal: the recipe refuses its settings or data, or its model can't be made small.
     """
     began = time.monotonic()
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="doctor-") as name:
+    with ended_by_signals(), Replacements() as replace, tempfile.TemporaryDirectory(prefix="doctor-") as name:
         folder = Path(name)
+        replace.attribute(opening, "check_room", _check_room)
         small = with_small_teacher(with_small_model(config, folder / "small-model"), folder / "small-teacher")
         try:
             runs = run_short(main, small, watch, folder, say, {run for check in only for run in _RUNS.get(check, ())})
@@ -67,6 +71,15 @@ def examine(
     model = runs.records["as_is"].model
     shown = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters" if model is not None else ""
     return Report(watch.script, shown, time.monotonic() - began, outcomes)
+
+
+def _check_room(check: Callable[..., None], *values: object) -> None:
+    try:
+        check(*values)
+    except Refusal as refusal:
+        place = tempfile.gettempdir()
+        free = shutil.disk_usage(place).free / 1e6
+        raise Refusal(f"{place}: {free:,.0f} MB free, too few for doctor's runs. Name another place: TMPDIR=DIR.") from refusal
 
 
 def _in_users_names(message: str, config: Settings, small: Settings) -> str:
