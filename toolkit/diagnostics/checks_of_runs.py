@@ -21,7 +21,7 @@ from toolkit.system.console import first_line
 from toolkit.system.evaluation_mode import evaluation_mode
 
 SAME = 2e-4  # relative difference of metrics of the same weights
-AMPLIFIED = 100.0  # times by which metrics may differ more than weights do, which rounding and two updates have moved apart
+AMPLIFIED = 300.0  # times by which metrics may differ more than weights do, which rounding and two updates have moved apart
 _OF_LOGPS = 2.5e-4  # of log-probabilities of answers: a reward, which is their difference, is as exact as one of this size
 _NO_METRIC = ("second", "time", "memory", "examples")
 _OF_CLASSES = ("classification", "token_classification")
