@@ -1,6 +1,7 @@
 """When the longest micro-batch is tried before the first step, and when so much is free that it need not be."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,15 @@ def test_memory_is_spared_where_not_even_once_as_much_is_free(
     monkeypatch.setattr(memory, "free_memory", lambda device: int(times * 2 * 10**9))
     monkeypatch.setattr(memory, "keep_freed_memory", lambda *, sparing: kept.append(sparing))
     assert (fitted(), kept) == (trials, sparing)
+
+
+def test_ranks_that_gather_weights_spare_memory_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: they are said to begin with it."""
+    kept = list[bool]()
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda *, sparing: kept.append(sparing))
+    monkeypatch.setattr(memory, "engine_of", lambda _: SimpleNamespace(shards=True, shards_weights=lambda _: True))
+    assert (fitted(), kept) == (0, [])
 
 
 def fitted() -> int:

@@ -159,8 +159,8 @@ def _optimizer(seen: Seen, original: Callable[..., Any], model: nn.Module, *valu
 
 def _fitted(seen: Seen, original: Callable[..., Any], accelerator: Any, model: nn.Module, *values: Any) -> Any:
     _, train, *_ = values
-    longest = train.longest_micro_batch()
-    seen.may_spare = longest is not None and most_needed(unwrapped(model), longest) is not None
+    longest, spares = train.longest_micro_batch(), engine_of(accelerator).shards_weights(accelerator)
+    seen.may_spare = not spares and longest is not None and most_needed(unwrapped(model), longest) is not None
     return original(accelerator, model, *values)
 
 

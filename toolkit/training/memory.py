@@ -56,12 +56,13 @@ def fit_micro_batch(
         return train
     asked, size = train.micro_batch_size, train.micro_batch_size
     plain, totals = unwrapped(model), dict.fromkeys(_UNITS, 1.0)
-    needed, device = most_needed(plain, longest), accelerator.device
-    if device.type == "cpu" and needed is not None and not is_free(needed, device):
+    needed, device, engine = most_needed(plain, longest), accelerator.device, engine_of(accelerator)
+    spares = engine.shards_weights(accelerator)  # from the start
+    if device.type == "cpu" and not spares and needed is not None and not is_free(needed, device):
         keep_freed_memory(sparing=True)
         if accelerator.is_main_process:
             say("little memory is free: steps spare it and may take half as long again. A smaller micro-batch needs less.")
-    if engine_of(accelerator).shards:
+    if engine.shards:
         return train
     is_tried = needed is None or not is_free(needed, device, times=4)
     while is_tried and size:
