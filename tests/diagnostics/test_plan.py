@@ -509,7 +509,7 @@ def test_a_search_shows_how_far_it_is_and_what_was_tried(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("devices", "may_spare", "sparing", "code"),
-    [(["cpu-4gb"], True, [False], 0), (["cpu-2gb"], True, [False, True], 0), (["cpu-2gb"], False, [False], 1), (["cpu-1gb", "24gb"], True, [False, True, False], 1)],
+    [(["cpu-4gb"], True, [False], 0), (["1gb"], True, [False], 1), (["cpu-2gb"], True, [False, True], 0), (["cpu-2gb"], False, [False], 1), (["cpu-1gb", "24gb"], True, [False, True, False], 1)],
 )
 def test_a_run_that_spares_memory_is_planned_where_the_other_does_not_fit(
     devices: list[str], may_spare: bool, sparing: list[bool], code: int, monkeypatch: pytest.MonkeyPatch
