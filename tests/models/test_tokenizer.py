@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkit.config import ModelConfig, Refusal
 from toolkit.data.tokenize.documents import tokenizer_digest
-from toolkit.models.tokenizer import hub_problem, load_tokenizer, train_tokenizer
+from toolkit.models.not_loadable import hub_problem
+from toolkit.models.tokenizer import load_tokenizer, train_tokenizer
 
 TEXTS = [inspect.getsource(textwrap), inspect.getsource(json)]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello  you"}, {"role": "user", "content": "x"}]

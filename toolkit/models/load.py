@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +24,16 @@ from toolkit.models.attention.packable import (
     check_packable,
     make_bidirectional,
 )
-from toolkit.models.broken_files import broken_file
-from toolkit.models.compat import class_for, commit_of, set_commit
+from toolkit.models.compat import commit_of, set_commit
 from toolkit.models.dropout import take_fast_dropout
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.models.loaded import Loaded, note_loaded
+from toolkit.models.not_loadable import check_direction, check_ends, directory_or_name, explained, model_class_of
 from toolkit.models.quantization import in_4_bits, keep_gradients, pack_shapes
 from toolkit.models.shapes import DIMENSIONS, begin_with_words, built_in_config, check_config_files, check_context, set_dropout
-from toolkit.models.tokenizer import UNCASED, commit_in_cache, hub_problem
+from toolkit.models.tokenizer import UNCASED, commit_in_cache
 from toolkit.models.without_weights import builds_without_weights
-from toolkit.system.console import as_typed, first_line, first_of
+from toolkit.system.console import first_of
 from toolkit.system.imports import imported_to_stay
 from toolkit.system.network import stay_offline_without_network
 from toolkit.system.nonfinite import describe_nonfinite
@@ -86,9 +83,9 @@ def load_model(
         set_dropout(model_config, config.dropout, config.attention_dropout)
         if isinstance(config, DataConfig):
             check_context(model_config, config.max_length, "max_length" not in changed_settings(config))
-        model_class = _model_class(auto, auto_class, model_config, config)
+        model_class = model_class_of(auto, auto_class, model_config, config)
     if auto_class == "AutoModelForSequenceClassification" and model_config.is_encoder_decoder:
-        _check_ends(tokenizer, config)
+        check_ends(tokenizer, config)
     is_undecided, packed = packed is None, _may_be_packed(model_config, model_class, config) if packed is None else packed
     attention = choose_attention(model_config, config.attn_implementation, packed, _device(config), model_class)
     with torch.random.fork_rng(devices=[]):
@@ -107,7 +104,7 @@ def load_model(
     if getattr(model.config, "is_causal", True) is False:
         make_bidirectional(model)
     if "is_causal" not in head_settings:
-        _check_direction(model, auto_class, config)
+        check_direction(model, auto_class, config)
     elif not builds_without_weights():
         check_bidirectional(model, config.model)
     if getattr(model_config.get_text_config(), "output_router_logits", False):
@@ -169,9 +166,9 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
         )
     if not directory.is_dir():
         stay_offline_without_network()
-    with _explained(config):
+    with explained(config):
         found = AutoConfig.from_pretrained(
-            _name(config), revision=config.model_revision, trust_remote_code=config.trust_remote_code
+            directory_or_name(config), revision=config.model_revision, trust_remote_code=config.trust_remote_code
         )
     if not directory.is_dir():
         set_commit(found, commit_in_cache(config.model, config.model_revision, ["config.json"]))
@@ -204,10 +201,10 @@ def _pretrained_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model, in the commit that the config came from, and its modules with new weights; what is left out is printed."""
     quantization = _in_4_bits(config)
-    check_no_adapter_inside(_name(config), config.model_revision)
-    with _explained(config, auto.__name__):
+    check_no_adapter_inside(directory_or_name(config), config.model_revision)
+    with explained(config, auto.__name__):
         model, report = auto.from_pretrained(
-            _name(config), config=model_config, revision=commit_of(model_config) or config.model_revision,
+            directory_or_name(config), config=model_config, revision=commit_of(model_config) or config.model_revision,
             dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype), attn_implementation=attention,
             trust_remote_code=config.trust_remote_code, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **quantization,
@@ -270,84 +267,6 @@ def _is_in_body(model: PreTrainedModel, name: str) -> bool:
     return name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name
 
 
-@contextlib.contextmanager
-def _explained(config: ModelConfig, auto_class: str = "AutoModel") -> Iterator[None]:
-    """Turn what the Hub, a file or transformers raises about a model into one message; their own log stays quiet meanwhile."""
-    import transformers
-
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    except Refusal:
-        raise
-    except Exception as error:  # whatever can be wrong there; the cause stays attached
-        reason = hub_problem(error, config.model, config.model_revision)
-        reason = reason or f"it can't be loaded: {broken_file(config.model)}{first_line(error)}"
-        if "safetensors" in str(error) and "file named" in str(error):
-            directory = Path(os.path.expanduser(config.model))
-            if directory.is_dir() and not any(directory.glob("*.bin*")):
-                missing = f"weights are missing in it: {first_line(error)} Copy it again, or name another."
-                raise Refusal(f"--model {config.model}: {missing}") from error
-            code = (
-                f'import transformers as t; n = {json.dumps(_name(config))}; '
-                f't.{auto_class}.from_pretrained(n).save_pretrained("converted"); '
-                't.AutoTokenizer.from_pretrained(n).save_pretrained("converted")'
-            )
-            reason = (
-                "its weights are not in safetensors, and pickled ones are not read. Convert them, and take --model converted: "
-                f"{as_typed('python', '-c', code)}"
-            )
-        raise Refusal(f"--model {config.model}: {reason}") from error
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-
-
-def _model_class(auto: Any, auto_class: str, model_config: PretrainedConfig, config: ModelConfig) -> type | None:
-    """The class that will be made; None when it is the repository's own code, which is not read yet."""
-    if auto_class in (getattr(model_config, "auto_map", None) or {}) and config.trust_remote_code:
-        return None
-    if auto_class == "AutoModelForCausalLM" and model_config.is_encoder_decoder:  # transformers would take its decoder alone
-        raise Refusal(
-            f"--model {config.model}: an encoder-decoder (model type {model_config.model_type!r}), which writes a target "
-            "and does not continue a text. Train it with recipes/seq2seq.py, or name a causal language model such as "
-            "tiny-llama."
-        )
-    try:
-        return class_for(auto, model_config)
-    except KeyError:
-        if auto_class == "AutoModelForSeq2SeqLM":
-            raise Refusal(
-                f"--model {config.model}: model type {model_config.model_type!r} is no encoder-decoder. recipes/sft.py trains "
-                "causal language models; here name a model such as tiny-t5 or google/flan-t5-base."
-            ) from None
-        raise Refusal(
-            f"--model {config.model}: model type {model_config.model_type!r} has no {auto_class} in transformers. "
-            "Name a model made for this task."
-        ) from None
-
-
-def _check_direction(model: PreTrainedModel, auto_class: str, config: ModelConfig) -> None:
-    """Refuse to train next-token prediction in a model that sees the next token."""
-    has_other_senses = any(getattr(model.config, f"{kind}_config", None) is not None for kind in ("vision", "audio"))
-    if auto_class == "AutoModelForCausalLM" and not has_other_senses:
-        for module in model.modules():
-            if getattr(module, "is_causal", None) is False:
-                raise Refusal(
-                    f"--model {config.model}: {type(model).__name__} is bidirectional: each token sees the one it would have "
-                    "to predict. Name a causal language model, such as tiny-llama."
-                )
-
-
-def _check_ends(tokenizer: PreTrainedTokenizerBase | None, config: ModelConfig) -> None:
-    """Encoder-decoders (T5, BART in transformers 5.23) classify by what the decoder makes of the input's end-of-text token."""
-    if tokenizer is not None and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]:
-        raise Refusal(
-            f"--model {config.model}: an encoder-decoder, which gives a text its class or score at its end-of-text token, and "
-            "its tokenizer ends no text with one. Name an encoder, such as tiny-bert."
-        )
-
-
 def _fit_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
     """Give the model the tokenizer's pad token and a row of the embedding for each token; the names of enlarged modules."""
     embedding: Any = model.get_input_embeddings()
@@ -375,8 +294,3 @@ def _device(config: ModelConfig) -> str:
     """The kind of device that training will be on; --use-cpu is another group's setting."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if accelerator is None or (isinstance(config, DeviceConfig) and config.use_cpu) else accelerator.type
-
-
-def _name(config: ModelConfig) -> str:
-    directory = Path(os.path.expanduser(config.model))
-    return str(directory) if directory.is_dir() else config.model

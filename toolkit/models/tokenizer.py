@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config import ModelConfig, Refusal
 from toolkit.config.conditions import is_built_in
 from toolkit.config.json_and_yaml import read_text_file
-from toolkit.models.broken_files import broken_file
 from toolkit.models.compat import compile_template
+from toolkit.models.not_loadable import OFFLINE, broken_file, hub_problem
 from toolkit.models.shapes import check_config_files
 from toolkit.system.console import as_typed, first_line
 from toolkit.system.files import naming
@@ -70,7 +70,6 @@ CHATML = """\
 {%- endif %}
 """
 
-OFFLINE = "give a directory, or begin offline with --model tiny-llama"  # what one who wants to train can do
 _TRAINING_VERSION = 2  # raise it when train_tokenizer makes another tokenizer from the same texts
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
@@ -242,30 +241,6 @@ def commit_in_cache(name: str, revision: str | None, files: Sequence[str]) -> st
         found = try_to_load_from_cache(name, file, revision=revision)
         if isinstance(found, str):
             return Path(found).parent.name
-    return None
-
-
-def hub_problem(error: BaseException, name: str, revision: str | None) -> str | None:
-    """The problem and what to do when the Hub did not give what `name` names; None when it was something else."""
-    kinds, link = set(), error
-    while link is not None:  # transformers wraps the Hub's errors, which have more
-        kinds |= {kind.__name__ for kind in type(link).__mro__}
-        link = link.__cause__ or link.__context__  # type: ignore[assignment]
-    if "GatedRepoError" in kinds:
-        return f"access is gated. Accept its terms at https://huggingface.co/{name}, then log in: hf auth login"
-    if "RevisionNotFoundError" in kinds:
-        return f"the Hub has no revision {revision!r} of it. The revisions are at https://huggingface.co/{name}/commits"
-    if "RepositoryNotFoundError" in kinds:
-        return "the Hub has no such repository, or it is private. Check the name; for a private one: hf auth login"
-    if "HFValidationError" in kinds:
-        return "this is neither a directory nor a possible name on the Hub, which is owner/name"
-    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError", "TimeoutException"}:
-        return (
-            "there is no such directory, it is not in the local cache, and the Hub can't be reached. Check the network (and "
-            f"that HF_HUB_OFFLINE is not set), {OFFLINE}"
-        )
-    if "trust_remote_code" in str(error):
-        return "it needs code from its repository. Read that code, then: --trust-remote-code --model-revision COMMIT"
     return None
 
 

@@ -23,8 +23,9 @@ from toolkit.models.adapter_files import (
     read_object,
 )
 from toolkit.models.loaded import loaded
+from toolkit.models.not_loadable import OFFLINE
 from toolkit.models.shapes import positions_of
-from toolkit.models.tokenizer import OFFLINE, load_tokenizer
+from toolkit.models.tokenizer import load_tokenizer
 from toolkit.system.allocator import keep_few_primitives
 from toolkit.system.console import as_typed, first_line
 
