@@ -281,6 +281,39 @@ MISTAKES: dict[str, Mistake] = {
 
     train, evaluation =''')], [], "overfit", None,
     ),
+    # which way it is learned
+    "chosen and rejected exchanged in the loss": (
+        "dpo", [("        policy, before = logps(model, pairs)\n", '''        policy, before = logps(model, pairs)
+        policy = policy._replace(chosen=policy.rejected, rejected=policy.chosen)
+''')], [], "direction", "return tk.pair_logps(",
+    ),
+    "desirable answers marked as undesirable": (
+        "kto", [('answers["desirable"], kl, totals', '~answers["desirable"], kl, totals')], [], "direction", "return tk.answer_logps(",
+    ),
+    "rewards of rejected answers first": (
+        "reward", [("    train, evaluation =", _CHANGED.format("input_ids", "values.roll(len(values) // 2, dims=0)"))],
+        ["--pair-layout", "padded"], "direction", None,
+    ),
+    "labels of documents turned round": (
+        "reranker", [("    train, evaluation =", _CHANGED.format("labels", "1 - values"))], [], "direction", None,
+    ),
+    "the sign of the advantages": (
+        "grpo", [('completions["advantages"], completions["mask"]', '-completions["advantages"], completions["mask"]')], [], "direction",
+        "tk.rollout_logps(",
+    ),
+    "the sign of the advantages of tokens": (
+        "ppo", [('completions["advantages"], completions["mask"]', '-completions["advantages"], completions["mask"]')], [], "direction",
+        "tk.logps_and_values(",
+    ),
+    "a loss at another temperature than sampling": (
+        "grpo", [("tk.rollout_logps(model, completions, config.temperature, config.entropy_coef > 0)", "tk.rollout_logps(model, completions)")],
+        ["--temperature", "0.6"], "direction", "tk.rollout_logps(",
+    ),
+    "a teacher in training mode": (
+        "sft", [(_SFT_LOSS, '    teacher = tk.load_model("AutoModelForCausalLM", config, tokenizer, packed=config.packing).train()\n'
+                 + own_loss().replace("        labels =", "        with torch.no_grad():\n            teacher(**inputs)\n        labels ="))],
+        [], "modes", "teacher(**inputs)",
+    ),
     # the end of a run, and the data
     "the untrained model is saved": (
         "accelerated", [("    model, optimizer = accelerator.prepare(", "    import copy\n    first = copy.deepcopy(model)\n    model, optimizer = accelerator.prepare("),

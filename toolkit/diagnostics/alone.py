@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import Batch, MicroBatch
+from toolkit.data.loading.batch import Batch
 
 if TYPE_CHECKING:
     from toolkit.diagnostics.records import MadeBatch
     from toolkit.diagnostics.watch import Watch
 
-LossOf = Callable[[dict[str, Any]], torch.Tensor]
+LossOf = Callable[[Any], torch.Tensor]
 
 
 def compare_alone(watch: Watch, model: nn.Module, batch: Batch, loss_fn: Callable[..., Any]) -> None:
@@ -46,7 +46,7 @@ def gradient_error(loss_of: LossOf, made: MadeBatch, parameters: list[nn.Paramet
     return float((together - apart).norm() / apart.norm().clamp_min(1e-30))
 
 
-def gradient_of(loss_of: LossOf, micro_batches: list[MicroBatch], parameters: list[nn.Parameter]) -> torch.Tensor:
+def gradient_of(loss_of: LossOf, micro_batches: Sequence[Any], parameters: list[nn.Parameter]) -> torch.Tensor:
     """The gradient of the sum of the losses, one vector in float64; gradients that are there stay as they are."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:

@@ -249,7 +249,7 @@ def check_cleared(record: Record) -> Outcome:
 
 
 def check_modes(record: Record) -> Outcome:
-    """Evaluation is in evaluation mode, training in training mode."""
+    """Evaluation is in evaluation mode, as models are that aren't trained; training in training mode."""
     trained = [forward for forward in record.of_model("train") if forward.with_gradient]
     evaluated = record.of_model("eval")
     if not trained:
@@ -257,6 +257,9 @@ def check_modes(record: Record) -> Outcome:
     wrong_eval = next((forward for forward in evaluated if forward.training), None)
     wrong_train = next((forward for forward in trained if not forward.training), None)
     with_graph = next((forward for forward in evaluated if forward.with_gradient), None)
+    own = {id(forward.owner) for forward in trained}
+    others = (forward for forward in record.forwards if forward.kind == "train" and id(forward.owner) not in own)
+    of_others = next((forward for forward in others if forward.training and not forward.with_gradient), None)
     findings = [
         None if wrong_eval is None else Finding(
             "modes", "The model is evaluated in training mode: dropout stays on, and metrics are of a weakened model.",
@@ -271,6 +274,10 @@ def check_modes(record: Record) -> Outcome:
         None if with_graph is None else Finding(
             "modes", "The evaluation builds graphs for gradients, which takes memory and time.",
             "Put it under torch.no_grad().", with_graph.where,
+        ),
+        None if of_others is None else Finding(
+            "modes", "A model that is not trained, such as a teacher or a reference, is in training mode: its dropout is on.",
+            "Call its eval() before the loop.", of_others.where,
         ),
     ]  # fmt: skip
     return found(f"{len(trained)} forward passes in training, {len(evaluated)} in evaluations", *findings)

@@ -32,6 +32,7 @@ from toolkit.diagnostics.checks_of_steps import (
     check_split,
     check_trained,
 )
+from toolkit.diagnostics.direction import check_direction
 from toolkit.diagnostics.findings import CHECKS, Finding, Outcome, Report, found, skipped
 from toolkit.diagnostics.records import Record
 from toolkit.diagnostics.replacements import Replacements
@@ -42,8 +43,8 @@ from toolkit.training import opening
 
 # The runs that checks look at, next to that of the recipe as it is configured.
 _RUNS: dict[str, tuple[str, ...]] = {
-    "finite": ("split", "whole", "overfit"), "split": ("split", "whole"), "alone": ("whole",), "evaluation": ("split", "whole"),
-    "start": ("whole",), "overfit": ("overfit",), "resume": ("resumed",),
+    "finite": ("split", "whole", "overfit"), "split": ("split", "whole"), "alone": ("whole",), "direction": ("whole",),
+    "evaluation": ("split", "whole"), "start": ("whole",), "overfit": ("overfit",), "resume": ("resumed",),
 }  # fmt: skip
 
 
@@ -105,6 +106,7 @@ def _outcomes(runs: Runs, config: Settings, folder: Path, only: Collection[str])
         "finite": lambda: check_finite(runs.records),
         "split": lambda: check_split(split, whole, config),
         "alone": lambda: check_alone(whole, config),
+        "direction": lambda: check_direction(whole, config),
         "tokens": lambda: check_tokens(record),
         "masks": lambda: check_masks(record, config),
         "shift": lambda: check_shift(record),

@@ -11,6 +11,7 @@ CHECKS = {
     "finite": "losses and gradients are finite",
     "split": "the gradient is the same for every split of the global batch",
     "alone": "an example has the gradient together with others that it has alone",
+    "direction": "the first update prefers what the rows or rewards prefer",
     "tokens": "micro-batches have the tokens of their rows",
     "masks": "supervised are the tokens that the data say",
     "shift": "labels are shifted once",

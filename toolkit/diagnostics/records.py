@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.data.loading.batch import Document, MicroBatch
+from toolkit.rollouts.rollout import Rollout
 
 Documents = list[Document]
 Gradients = dict[str, torch.Tensor]
@@ -97,6 +98,9 @@ class Record:
     written_at: str = ""  # where the recipe itself changes the trained model's parameters
     events: list[dict[str, Any]] = field(default_factory=list)
     samples_policy: bool = False
+    rollouts: list[Rollout] = field(default_factory=list)  # before the first update, with their rewards
+    off_sampled: list[tuple[float, str]] = field(default_factory=list)  # nats between log-probabilities and sampling's, place
+    direction: float | None = None  # cosine of the first update with what the rows prefer
     has_known_loss: bool = False  # of pairs: one of the toolkit's
     error: BaseException | None = None
     error_where: str = ""

@@ -100,7 +100,7 @@ def losses_of(events: Iterable[Mapping[str, Any]]) -> list[float]:
 def has_learned(losses: Sequence[float], task: str) -> bool:
     """Whether the loss of a run on the same examples has come down, by the mean of the last five steps."""
     share = _LEARNED_OF_MASKS if task in ("masked_lm", "diffusion") else _LEARNED
-    return len(losses) >= LEAST_STEPS and sum(losses[-5:]) / 5 < share * losses[0]
+    return len(losses) >= LEAST_STEPS and sum(losses[-5:]) / 5 < losses[0] - (1 - share) * abs(losses[0])
 
 
 def _learning(config: Settings) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _run(
     main: Callable[[Any], Any], config: Settings, watch: Watch, place: Path, changes: Mapping[str, Any], runs: Runs, name: str,
     *, exact: bool = False,
 ) -> Record:  # fmt: skip
-    record = watch.start(without_dropout=exact or name == "overfit", compares_alone=name == "whole")
+    record = watch.start(without_dropout=exact or name == "overfit", compares_gradients=name == "whole")
     runs.records[name] = record
     if name == "overfit":
         watch.until = lambda: has_learned(losses_of(_events(place / "metrics.jsonl")), record.task)

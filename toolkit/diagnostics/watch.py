@@ -22,7 +22,8 @@ from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.diagnostics import wrappers
 from toolkit.diagnostics.compat import WRITES_OF_MANY
-from toolkit.diagnostics.records import Gradients, Record, Update
+from toolkit.diagnostics.direction import direction_of
+from toolkit.diagnostics.records import Documents, Gradients, Record, Update
 from toolkit.diagnostics.replacements import Replacements
 
 _PACKAGE = os.path.dirname(os.path.abspath(tk.__file__)) + os.sep
@@ -34,7 +35,7 @@ class Watch:
     def __init__(self, script: str) -> None:
         self.script, self.record = script, Record()
         self._folder = os.path.dirname(script) + os.sep
-        self.without_dropout = self.compares_alone = False
+        self.without_dropout = self.compares_gradients = False
         self.until: Callable[[], bool] = bool  # asked before each batch whether the run may end
         self._undo = Replacements()
         self.in_use: list[tuple[str, Any]] = []
@@ -70,10 +71,10 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    def start(self, *, without_dropout: bool, compares_alone: bool) -> Record:
+    def start(self, *, without_dropout: bool, compares_gradients: bool) -> Record:
         """Begin the record of another run."""
         self.record, self.in_use, self._inside = Record(), [], 0
-        self.without_dropout, self.compares_alone = without_dropout, compares_alone
+        self.without_dropout, self.compares_gradients = without_dropout, compares_gradients
         self._before, self._fresh, self.pending, self._stepped = {}, True, Update([], {}, {}, None, 0, ""), None
         self._left = {}
         self.until = bool
@@ -148,6 +149,8 @@ class Watch:
             pending.micro_batches = len(batch.micro_batches)
         self._before = {n: p.detach().clone() for n, p in self._named() if p.grad is not None}
         record.updates.append(pending)
+        if self.compares_gradients and len(record.updates) == 1:
+            record.direction = direction_of(record, record.rollouts or self._documents(batch), pending.unclipped)
 
     def _after_update(self, *_: Any) -> None:
         self._inside -= 1
@@ -162,6 +165,10 @@ class Watch:
         self.record.updates[-1].unchanged = 1 - changed / touched if touched else 0.0
         self._before, self._fresh, self.pending = {}, True, Update([], {}, {}, None, 0, "")
         self._left = {name: p.detach().clone() for name, p in named.items() if p.requires_grad}
+
+    def _documents(self, batch: Any) -> Documents:
+        made = self.record.made_batches
+        return [each for tensors in batch.micro_batches if id(tensors) in made for each in made[id(tensors)].documents]
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter of the trained model, or a view of one."""

@@ -164,7 +164,7 @@ def entered(watch: Watch, module: nn.Module, inputs: tuple[Any, ...], named: dic
 def train_step(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
     names = ("accelerator", "model", "optimizer", "batch", "loss_fn")
     given = {**dict(zip(names, values, strict=False)), **named}
-    if watch.compares_alone and not watch.record.updates:
+    if watch.compares_gradients and not watch.record.updates:
         compare_alone(watch, given["model"], given["batch"], given["loss_fn"])
     result = original(*values, **named)
     loss = result.get("loss")
@@ -236,7 +236,19 @@ def scored(watch: Watch, original: Callable[..., Any], *values: object, **named:
     for rollout in rollouts:
         rollout.reward = (sum((i + 1) * token for i, token in enumerate(rollout.completion_ids)) % 7) / 7
         rollout.rewards = dict.fromkeys(rollout.rewards, rollout.reward)
+    if not watch.record.updates:
+        watch.record.rollouts += rollouts
     return rollouts
+
+
+def policy_logps(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Before the first update, with dropout off: how far they are from what sampling noted of the same weights."""
+    made = original(*values, **named)
+    completions = values[1] if len(values) > 1 else named["micro_batch"]
+    if watch.compares_gradients and not watch.record.updates and "sampled_logps" in completions:
+        away = (made[0].detach() - completions["sampled_logps"]) * completions["mask"]
+        watch.record.off_sampled.append((float(away.abs().max()), watch.place()))
+    return made
 
 
 def known_loss(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
@@ -255,5 +267,6 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "load_model": made_model, "load_encoder": made_model, "add_adapter": made_model, "add_value_head": made_model,
     "build_dataloaders": built_loaders, "build_optimizer": built_optimizer, "build_accelerator": plain_accelerator,
     "train_step": train_step, "score_rollouts": scored,
+    "rollout_logps": policy_logps, "logps_and_values": policy_logps,
     "preference_loss": known_loss, "reward_loss": known_loss,
 }  # fmt: skip
