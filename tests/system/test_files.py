@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +40,42 @@ def test_waiting_for_another_process_is_said(tmp_path: Path, monkeypatch: pytest
     with files.waiting_lock(tmp_path / "a.lock", "prepares data"):
         assert re.fullmatch(rf"waiting for .*prepares data .*{tmp_path}/a\.lock\)\n", capsys.readouterr().err)
     other.join()
+
+
+HOLDS = """
+import time
+from toolkit.system.files import temporary_folder
+with temporary_folder("plan") as folder:
+    (folder / "run").mkdir()
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else: neither that of a living process nor what has another name, is no folder or is so new that it may have no lock
+    yet. Fails when: none is removed, the lock is not taken or not looked at, or the age is not."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    holders = [subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    try:
+        lives, killed = (Path(process.stdout.readline().strip()) for process in holders if process.stdout)
+        holders[1].kill()
+        holders[1].wait(10)
+        new, other, linked = tmp_path / "toolkit-temporary-plan-new", tmp_path / "plan-other", tmp_path / "toolkit-temporary-plan-link"
+        for folder in (new, other):
+            folder.mkdir()
+        linked.symlink_to(other)
+        for folder in (lives, killed, other):
+            os.utime(folder, (0, 0))
+        os.utime(linked, (0, 0), follow_symlinks=False)
+        with files.temporary_folder("doctor") as folder:
+            assert set(tmp_path.iterdir()) == {lives, new, other, linked, folder}
+        assert set(tmp_path.iterdir()) == {lives, new, other, linked}
+    finally:
+        for process in holders:
+            process.kill()
+            process.communicate(timeout=10)
 
 
 def test_a_block_without_an_end_is_ended_and_an_earlier_timer_goes_on() -> None:

@@ -205,17 +205,17 @@ def _measured(script: str, words: list[str], steps: int) -> float:
     import itertools
     import statistics
     import subprocess
-    import tempfile
 
     from toolkit.config import Refusal
+    from toolkit.system.files import temporary_folder
     from toolkit.system.json_lines import read_lines
 
     say(f"taking {steps + 2} steps here ...", error=True)
-    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        alone = ["--output-dir", folder, "--overwrite-output-dir", "--stop-at-step", str(steps + 2), "--logging-steps", "1"]
-        alone += ["--logging-strategy", "steps", "--eval-strategy", "no", "--save-strategy", "no", "--report-to", "none"]
+    with temporary_folder("plan") as folder:
+        alone = ["--output-dir", str(folder), "--overwrite-output-dir", "--stop-at-step", str(steps + 2), "--report-to", "none"]
+        alone += ["--logging-strategy", "steps", "--logging-steps", "1", "--eval-strategy", "no", "--save-strategy", "no"]
         done = subprocess.run([sys.executable, script, *words, *alone], capture_output=True, text=True)
-        times = [line["time"] for line in read_lines(Path(folder) / "metrics.jsonl") if "loss" in line]
+        times = [line["time"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
     if len(times) < 2:
         said = " ".join((done.stderr or done.stdout).split())[-400:]
         raise Refusal(f"--measure {steps}: no two steps were taken here to be timed. The run's last lines: {said}")

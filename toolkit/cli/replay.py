@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +26,7 @@ from toolkit.config.json_and_yaml import parse_yaml, read_text_file
 from toolkit.config.places import place_to_write
 from toolkit.distributed.launch import TRY_AGAIN, launch
 from toolkit.system.console import say
+from toolkit.system.files import temporary_folder
 
 # What a replay must not do once more, and what would make it another run: these keys are left at their defaults.
 _NOT_REPEATED = (
@@ -64,7 +64,7 @@ def _replay(directory: Path, into: Path | None, recipe: str | None) -> None:
     check_place(into)
     check_weights(directory / "model")
     recipe = str(Path(recipe).absolute()) if recipe else None
-    with contextlib.chdir(directory_of(card)), tempfile.TemporaryDirectory() as folder:
+    with contextlib.chdir(directory_of(card)), temporary_folder("replay") as folder:
         script = recipe or script_of(card)
         check_inputs(script, card)
         placement = _placement(card)
@@ -73,9 +73,9 @@ def _replay(directory: Path, into: Path | None, recipe: str | None) -> None:
             **placement.environment, "OMP_NUM_THREADS": str(card["hardware"]["threads"]),
             REPLAYED_DATA: card["data"]["fingerprint"],
         }  # fmt: skip
-        config = Path(folder, "config.yaml")
+        config = folder / "config.yaml"
         repeated = {name: value for name, value in settings.items() if name not in _NOT_REPEATED}
-        repeated |= _commits(card, settings, Path(folder))
+        repeated |= _commits(card, settings, folder)
         config.write_text(yaml.safe_dump(repeated), encoding="utf-8")
         command = [sys.executable, script, "--config", str(config), "--output-dir", str(into)]
         code = launch(command, placement.processes, placement.nodes, environment=environment)

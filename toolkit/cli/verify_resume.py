@@ -1,8 +1,6 @@
 """toolkit verify-resume: whether a recipe that is killed and resumed ends as if it had never been."""
 
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from toolkit.config import Refusal, read_config_file
 from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import launch, started_ranks
 from toolkit.system.console import say
+from toolkit.system.files import TEMPORARY, temporary_folder
 
 # Settings that are refused without evaluations.
 _OF_EVALUATION = (
@@ -47,10 +46,8 @@ def verify_resume(
     script, words, values = recipe_and_options(context, recipe, flags)
     placement = placement_of(values)
     command = [sys.executable, script, *_with_defaults(words)]
-    folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
-    whole, resumed = folder / "uninterrupted", folder / "resumed"
-    kept = False
-    try:
+    with temporary_folder("verify-resume") as folder:
+        whole, resumed = folder / "uninterrupted", folder / "resumed"
         say("1 of 3: uninterrupted")
         _run([*command, "--output-dir", str(whole)], placement, folder / "uninterrupted.txt")
         step = _step_to_kill_at(whole)
@@ -63,13 +60,10 @@ def verify_resume(
         if not differences:
             say("\n  ".join(["identical", *compared]))
             return
-        kept = True
-        say("\n  ".join(["different", *differences, f"kept in {folder}"]))
+        kept = folder.rename(folder.with_name(folder.name.removeprefix(TEMPORARY)))
+        say("\n  ".join(["different", *differences, f"kept in {kept}"]))
         say("\n  ".join(["compared", *compared]))
         raise typer.Exit(1)
-    finally:
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_defaults(words: list[str]) -> list[str]:

@@ -39,6 +39,7 @@ from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import Runs, ended_by_signals, run_short
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
 from toolkit.diagnostics.watch import Watch
+from toolkit.system.files import temporary_folder
 from toolkit.training import opening
 
 # The runs that checks look at, next to that of the recipe as it is configured.
@@ -60,8 +61,7 @@ def examine(
         Refusal: the recipe refuses its settings or data, or its model can't be made small.
     """
     began = time.monotonic()
-    with ended_by_signals(), Replacements() as replace, tempfile.TemporaryDirectory(prefix="doctor-") as name:
-        folder = Path(name)
+    with ended_by_signals(), Replacements() as replace, temporary_folder("doctor") as folder:
         replace.attribute(opening, "check_room", _check_room)
         small = with_small_teacher(with_small_model(config, folder / "small-model"), folder / "small-teacher")
         try:

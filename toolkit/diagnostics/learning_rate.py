@@ -11,7 +11,6 @@ import dataclasses
 import io
 import json
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from toolkit.config.reading import values_of
 from toolkit.diagnostics.replacements import Replacements
 from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator, never_evaluated
 from toolkit.diagnostics.small import QUIET
+from toolkit.system.files import temporary_folder
 from toolkit.training.anomalies import Diverged, Unstable
 
 LOWEST, HIGHEST = 1e-6, 1.0
@@ -83,7 +83,7 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
         return optimizer, lambda progress, objective=None: [rate_at(progress) * share for share in shares]
 
     with (
-        ended_by_signals(), never_evaluated(), tempfile.TemporaryDirectory(prefix="learning-rate-") as folder,
+        ended_by_signals(), never_evaluated(), temporary_folder("learning-rate") as folder,
         Replacements() as replace,
     ):  # fmt: skip
         replace.public("build_optimizer", ramped)
@@ -97,7 +97,7 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
             problem = error
         finally:
             forget_accelerator()
-        found = _losses(Path(folder) / "run" / "metrics.jsonl")
+        found = _losses(folder / "run" / "metrics.jsonl")
     is_failed = bool(found) and not found[-1][1] <= found[0][1]  # NaN is not either
     if problem is not None and not is_failed and not isinstance(problem, Unstable | Diverged):
         raise problem

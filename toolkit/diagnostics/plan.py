@@ -12,9 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import io
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ from toolkit.distributed.launch import NOTHING_MORE
 from toolkit.models.without_weights import without_weights
 from toolkit.system.console import first_line
 from toolkit.system.devices import planned_for
+from toolkit.system.files import temporary_folder
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 PARTS = (
@@ -124,7 +125,7 @@ def _follow(
     """The run up to where all was seen, or with `before_steps` up to its first one: what its evaluation leaves in the heap."""
     printed, seen.is_before_steps = io.StringIO(), before_steps
     forget_accelerator()
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="plan-") as folder, contextlib.ExitStack() as stack:
+    with ended_by_signals(), temporary_folder("plan") as folder, contextlib.ExitStack() as stack:
         for each in (never_evaluated(), followed(seen, values_of(config)), planned_for(kind, ampere), without_weights(),
                      as_first_rank(ranks, environment), resized_storages(seen.ledger.resized)):  # fmt: skip
             stack.enter_context(each)
@@ -200,7 +201,7 @@ def _tokens(micro_batch: Mapping[str, Any]) -> int:
     return sum(each.numel() for each in ids)
 
 
-def _alone(config: AnyConfig, folder: str) -> AnyConfig:
+def _alone(config: AnyConfig, folder: Path) -> AnyConfig:
     values = values_of(config)
     changes = {name: value for name, value in {**_ALONE, "output_dir": f"{folder}/run"}.items() if name in values}
     return dataclasses.replace(config, **changes)

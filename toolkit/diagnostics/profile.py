@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import io
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from toolkit.diagnostics.short_runs import ended_by_signals, forget_accelerator,
 from toolkit.diagnostics.small import QUIET
 from toolkit.distributed.engines import engine_of
 from toolkit.distributed.engines.engine import Exchanged
+from toolkit.system.files import temporary_folder
 from toolkit.tracking.step_metrics import Window, model_work
 from toolkit.training.run import Run
 
@@ -110,7 +110,7 @@ def profile(
         raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, whose steps would be timed.")
     timer, printed = _Timer(steps, trace, memory, values_of(config)), io.StringIO()
     forget_accelerator()
-    with ended_by_signals(), never_evaluated(), tempfile.TemporaryDirectory(prefix="profile-") as folder, _timed(timer):
+    with ended_by_signals(), never_evaluated(), temporary_folder("profile") as folder, _timed(timer):
         values = values_of(config)
         quiet = {name: value for name, value in {**QUIET, "output_dir": f"{folder}/run"}.items() if name in values}
         try:

@@ -15,13 +15,13 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from toolkit.system.console import warn_once
+from toolkit.system.files import temporary_folder
 
 FILE_MIB = 16
 START_SECONDS = 60.0  # until Python has started, on a busy machine
@@ -63,8 +63,8 @@ def run_tests(code: str, tests: str | Iterable[str], cpu_seconds: float = 5.0, m
     tests = [tests] if isinstance(tests, str) else list(tests)
     word = secrets.token_hex(16)
     task = json.dumps({"code": code, "tests": tests}) + f"\n{word}\n"
-    with tempfile.TemporaryDirectory(prefix="completion-", ignore_cleanup_errors=True) as folder:
-        lines = _run(task.encode(), folder, cpu_seconds, memory_mib)
+    with temporary_folder("completion") as folder:
+        lines = _run(task.encode(), str(folder), cpu_seconds, memory_mib)
     _say_missing(tuple(json.loads(lines[0])))
     return len({line for line in lines if line.startswith(f"{word} ")}) / len(tests)
 

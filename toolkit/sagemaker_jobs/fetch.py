@@ -3,7 +3,6 @@
 import gzip
 import lzma
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from toolkit.config import Refusal
 from toolkit.sagemaker_jobs.follow import asked, aws_client, describe
 from toolkit.system.console import as_typed
-from toolkit.system.files import make_folder, put_in_place, remove, written_next_to
+from toolkit.system.files import make_folder, put_in_place, remove, temporary_folder, written_next_to
 
 
 def fetch(
@@ -79,8 +78,8 @@ def _is_below(parts: list[str]) -> bool:
 
 def _unpack(s3: Any, uri: str, folder: Path) -> int:
     bucket, key = _parts(uri)
-    with tempfile.TemporaryDirectory() as temporary:
-        packed = Path(temporary) / "model.tar.gz"
+    with temporary_folder("fetch") as temporary:
+        packed = temporary / "model.tar.gz"
         try:
             s3.download_file(bucket, key, str(packed))
         except OSError as error:

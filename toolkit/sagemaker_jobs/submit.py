@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from toolkit.sagemaker_jobs.request import (
     make_source,
     metric_definitions,
 )
+from toolkit.system.files import temporary_folder
 
 HIDDEN = "(not shown)"
 _EVENT = "provide-client-params.sagemaker.CreateTrainingJob"
@@ -45,9 +45,9 @@ def submit(job: Job, settings: Mapping[str, Any], hyperparameters: Mapping[str, 
     check_limits(job, encoded(hyperparameters), environment)
     if job.role is None and not dry:
         raise Refusal("--role: is missing, the ARN of the role that the job runs as; or set SAGEMAKER_ROLE.")
-    with tempfile.TemporaryDirectory(prefix="sagemaker-source-") as folder:
-        make_source(Path(folder), job, packages_for(settings, job.recipe, job.accelerate_config))
-        request = _fit(job, Path(folder), hyperparameters, metric_definitions(settings), environment, dry)
+    with temporary_folder("source") as folder:
+        make_source(folder, job, packages_for(settings, job.recipe, job.accelerate_config))
+        request = _fit(job, folder, hyperparameters, metric_definitions(settings), environment, dry)
     for name in job.tokens:
         request["Environment"][name] = HIDDEN
     return request

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from toolkit.sweeps.results import Trial, best_trials, metrics_of, trials_of
 from toolkit.sweeps.schedule import BY_RUNGS, check_rungs
 from toolkit.sweeps.space import choices_written
 from toolkit.sweeps.trials import fork_run
+from toolkit.system.files import temporary_folder
 
 
 class Pruned(Exception):
@@ -100,7 +100,7 @@ def sweep(
         [Objective(name, each) for name, each in directions.items()], list(constraints), parallel, prune=prune,
         rungs=list(rungs), reduction=reduction,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as temporary:
+    with temporary_folder("sweep") as temporary:
         place = Path(folder or temporary)
         journal = JournalFile(place)
         state = Sweep(journal, plan, journal.liveness(), fork=lambda trial, parent: fork_run(place, trial, parent))

@@ -1,16 +1,20 @@
-"""Files and folders that a crash leaves whole: written next to their place, synced, then renamed into it. Locks; open files."""
+"""Files and folders that a crash leaves whole: written next to their place, synced, then renamed. Temporary folders; locks."""
 
 import contextlib
 import errno
 import os
 import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.system.console import say
 
 SILENT_SECONDS = 3.0  # of waiting for a lock, before a message
+TEMPORARY = "toolkit-temporary-"
+NEW_SECONDS = 60.0  # in which a folder may have no lock yet
 
 
 def make_folder(path: Path) -> None:
@@ -120,6 +124,42 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+@contextlib.contextmanager
+def temporary_folder(use: str) -> Iterator[Path]:
+    """A folder in TMPDIR for a block, removed at its end. What a kill left of earlier ones of this user is removed first.
+
+    The folder is locked as long as this process or a fork of it lives, which holds across containers that share TMPDIR, where
+    the number of a process says nothing.
+    """
+    import fcntl
+
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{use}-", ignore_cleanup_errors=True) as name:
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a disk without locks, where nobody can take it for abandoned either
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_abandoned() -> None:
+    import fcntl
+
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):  # locked, or removed by another process by now
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or time.time() - found.st_mtime < NEW_SECONDS:
+                continue
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(folder)
+            finally:
+                os.close(descriptor)
 
 
 def write_atomically(path: Path, content: str | bytes, temporary: str | Path = "") -> None:
