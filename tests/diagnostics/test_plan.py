@@ -200,6 +200,20 @@ def test_of_two_ranks_that_shard_the_first_has_half(engine: str, flags: list[str
         assert parts["engine"] == pytest.approx(2 * whole, rel=0.02)
 
 
+def test_a_plan_of_zero_3_leaves_torch_as_it_was() -> None:
+    """In a process of its own, which imports DeepSpeed. Fails when: what DeepSpeed replaces is not put back."""
+    script = (
+        "import pathlib, sys, torch\n"
+        "from toolkit.command_line.recipe import read_recipe\n"
+        "from toolkit.diagnostics.plan import plan\n"
+        "linear = torch.nn.functional.linear\n"
+        "print(plan(*read_recipe(pathlib.Path(sys.argv[1]), sys.argv[2:]), 'cuda', 2).engine, torch.nn.functional.linear is linear)\n"
+    )
+    words = [str(ROOT / "recipes/accelerated.py"), *SMALL[1:], "--no-bf16", "--deepspeed", str(ROOT / "tests/all_sharded.json")]
+    found = subprocess.run([sys.executable, "-c", script, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert found.stdout.split() == ["ZeRO-3", "True"], found.stderr
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_contrastive_plan_has_the_scores_of_the_whole_global_batch(ranks: int) -> None:
     """Each pair's anchor with each pair's document, in blocks that the ranks share, and their gradient.

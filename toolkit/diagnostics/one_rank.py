@@ -19,7 +19,7 @@ def as_first_rank(ranks: int, environment: Mapping[str, str]) -> Iterator[None]:
 
     A GPU of this machine is not seen: engines would take it. (DeepSpeed asks once, when it is imported.)
     """
-    before = dict(os.environ)
+    before, linear = dict(os.environ), torch.nn.functional.linear
     os.environ["DS_ACCELERATOR"] = "cpu"
     # Where one rank is not to be alone, the engine makes the group of one itself.
     os.environ.update(rank_environments(ranks, Nodes(main_port=1))[0] | dict(environment))
@@ -40,6 +40,7 @@ def as_first_rank(ranks: int, environment: Mapping[str, str]) -> Iterator[None]:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         forget_deepspeed()
+        torch.nn.functional.linear = linear  # DeepSpeed 0.19 replaces it under ZeRO-3, for good
         os.environ.clear()
         os.environ.update(before)
 
