@@ -3,6 +3,7 @@
 Each test names the one-line change under which it fails.
 """
 
+import errno
 import json
 import os
 import re
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from toolkit import checkpoint as ckpt
+from toolkit.cli import main as cli
 from toolkit.cli.main import app
 from toolkit.cli.verify_resume import _with_defaults
 from toolkit.config.no_effect import NO_EFFECT
@@ -71,6 +74,20 @@ def in_process(*words: object) -> tuple[int, str]:
     """Exit code and output of a command that needs no process of its own."""
     result = CliRunner().invoke(app, [str(word) for word in words], prog_name="toolkit")
     return result.exit_code, result.output
+
+
+def test_a_command_without_memory_ends_with_one_message_and_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bug keeps its traceback. Fails when: `main` lets it through, or catches all errors."""
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
+    for error in (MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), RuntimeError("CUDA out of memory. Tried 2 GiB")):
+        monkeypatch.setattr(cli, "app", Mock(side_effect=error))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 1
+        assert re.fullmatch(r"out of memory: .+\n", capsys.readouterr().err)
+    monkeypatch.setattr(cli, "app", Mock(side_effect=OSError(errno.ENOENT, os.strerror(errno.ENOENT))))
+    with pytest.raises(FileNotFoundError):
+        cli.main()
 
 
 @pytest.fixture

@@ -63,6 +63,13 @@ def main(config: Config) -> tk.Summary:
         raise ZeroDivisionError("a bug")
     if config.end in ("Python", "torch"):
         raise MemoryError if config.end == "Python" else RuntimeError("DefaultCPUAllocator: can't allocate memory: 64 bytes")
+    if config.end == "file":
+        raise OSError("Memory mapping file failed: Cannot allocate memory")
+    if config.end.startswith("library"):
+        import resource
+        if config.end == "library below a limit":
+            resource.setrlimit(resource.RLIMIT_AS, (2**40, resource.RLIM_INFINITY))
+        raise ImportError("libarrow.so: failed to map segment from shared object")
     if config.end == "sentence":
         raise SystemExit("plain exit")
 
@@ -300,13 +307,25 @@ def test_expected_ends_have_their_exit_code_and_message_without_traceback(recipe
     assert (done.returncode, done.stderr) == (code, said)
 
 
-@pytest.mark.parametrize(("end", "said"), [("Python", "MemoryError"), ("torch", "64 bytes")])
-def test_memory_that_runs_out_before_a_run_is_one_message_with_the_line(recipe: Path, end: str, said: str) -> None:
-    """As while a model is loaded or rows are tokenized. Fails when: it is a traceback, or of one of the two alone."""
+@pytest.mark.parametrize(
+    ("end", "raised", "said"),
+    [
+        ("Python", "raise MemoryError", "MemoryError"), ("torch", "raise MemoryError", "64 bytes"), ("file", "raise OSError", "mapping file"),
+        ("library below a limit", "raise ImportError", "libarrow"),
+    ],
+)  # fmt: skip
+def test_memory_that_runs_out_before_a_run_is_one_message_with_the_line(recipe: Path, end: str, raised: str, said: str) -> None:
+    """As while a library or a model is loaded or rows are tokenized. Fails when: it is a traceback, or of some of these alone."""
     done = run(recipe, "--end", end)
-    line = next(number for number, text in enumerate(RECIPE.splitlines(), 1) if "raise MemoryError" in text)
+    line = next(number for number, text in enumerate(RECIPE.splitlines(), 1) if raised in text)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
     assert re.search(rf"out of memory at {re.escape(str(recipe))}:{line}: .*{said}", done.stderr), done.stderr
+
+
+def test_a_library_that_cannot_be_mapped_is_no_lack_of_memory_without_a_limit(recipe: Path) -> None:
+    """As on a disk that nothing is executed from. Fails when: the limit is not asked for."""
+    done = run(recipe, "--end", "library")
+    assert (done.returncode, "Traceback" in done.stderr, "out of memory" in done.stderr) == (1, True, False)
 
 
 def test_bug_keeps_its_traceback(recipe: Path) -> None:

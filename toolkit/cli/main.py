@@ -10,7 +10,8 @@ import typer
 from toolkit.cli.lazy import LOOK, Stopped, lazy_group
 from toolkit.command_line.refusals import print_mistake, print_refusal
 from toolkit.config import Refusal
-from toolkit.system.console import StreamError, as_typed, keep_bars_out_of_logs, say
+from toolkit.system.console import StreamError, as_typed, first_line, keep_bars_out_of_logs, say
+from toolkit.system.free_memory import is_out_of_memory
 from toolkit.system.interruptions import raise_on_sigterm
 from toolkit.system.standard_streams import open_closed_streams
 
@@ -118,5 +119,10 @@ def main() -> None:
         with open(os.devnull, "w") as nowhere:  # where Python writes at its end what the stream still holds
             os.dup2(nowhere.fileno(), (sys.stdout if error.filename == "standard output" else sys.stderr).fileno())
         say(f"{error.filename}: {error.strerror}", error=True)
+        code = 1
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        say(f"out of memory: {first_line(error)}", error=True)  # of each rank: it may be the only one
         code = 1
     sys.exit(code)

@@ -82,7 +82,7 @@ def run_recipe(main: Callable[[AnyConfig], Any]) -> None:
 
 def _explained_by_memory(error: BaseException, script: Path) -> BaseException:
     """An `OutOfMemory` with the recipe's line where none was left outside of a run, which says so itself; else the error."""
-    if not isinstance(error, (MemoryError, RuntimeError)) or not is_out_of_memory(error):
+    if not isinstance(error, (MemoryError, RuntimeError, ImportError, OSError)) or not is_out_of_memory(error):
         return error
     return OutOfMemory(
         f"out of memory at {script}:{_last_line(error, script)}: {first_line(error)}\nTake a smaller model, its weights in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +22,15 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, Python or numpy is that a device, or the CPU, has no memory left. Torch may not be loaded."""
+    """Whether an error of torch, Python or another library is that a device, or the CPU, has no memory left.
+
+    Torch may not be loaded, and what loads it or pyarrow may be what there is no memory for.
+    """
+    if isinstance(error, ImportError):  # glibc says the same of a disk without permission to execute
+        return "failed to map segment" in str(error) and _address_space() >= 0
     return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("out of memory", "can't allocate memory")  # torch's, of a device and of the CPU
+        words in str(error)  # torch's, of a device and of the CPU, and the system's
+        for words in ("out of memory", "can't allocate memory", os.strerror(errno.ENOMEM))
     )
 
 
@@ -43,13 +50,7 @@ def free_memory(device: torch.device) -> int | None:
     import psutil  # with accelerate
 
     left = [psutil.virtual_memory().available, *(limit - used for limit, used in _of_container())]
-    try:
-        import resource
-    except ImportError:  # Windows
-        limit = -1
-    else:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit >= 0:
+    if (limit := _address_space()) >= 0:
         left.append(limit - psutil.Process().memory_info().vms)
     return max(0, min(left)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -75,3 +76,12 @@ def _of_container() -> list[tuple[int, int]]:
         if limit.isdigit() and used.isdigit():
             found.append((int(limit), int(used)))
     return found
+
+
+def _address_space() -> int:
+    """Bytes of addresses that this process may take (`ulimit -v`); -1: any number."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return -1
+    return resource.getrlimit(resource.RLIMIT_AS)[0]
