@@ -237,6 +237,15 @@ def test_a_full_disk_stops_the_sweep_and_fails_no_trial(recipe: Path, tmp_path: 
     assert [value_of(job) for job in jobs_of(tmp_path / "s")] == [0.0625, 0.5625] * 3
 
 
+def test_a_sweep_is_continued_to_more_trials_up_to_all_combinations(recipe: Path, tmp_path: Path) -> None:
+    """Fails when: --trials of `continue` changes nothing, or is not held to the combinations that there are."""
+    words = ["formula.py", "--search", "rate=0,0.2,1", "--trials", "1", "--sweep-dir", "s"]
+    for command, number in ((words, 1), (["continue", "s", "--trials", "2"], 2), (["continue", "s", "--trials", "9"], 3)):
+        assert sweep(*command, cwd=tmp_path).returncode == 0
+        assert sweep("status", "s", cwd=tmp_path).stdout.splitlines()[-1].startswith(f"{number} of {number} trials ")
+    assert sorted(job.settings["rate"] for job in jobs_of(tmp_path / "s")) == ["0", "0.2", "1"]
+
+
 @pytest.mark.slow
 def test_equal_trials_of_another_sweep_are_not_trained_again(recipe: Path, tmp_path: Path) -> None:
     """The second sweep has one new point; then the recipe's code changes, and all are new.
