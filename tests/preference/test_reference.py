@@ -250,12 +250,45 @@ def test_turning_the_adapter_off_is_refused_where_that_is_another_model(flags: d
         built(Config(reference="adapter", **flags))
 
 
+def test_a_reference_in_bfloat16_follows_in_steps_that_bfloat16_cannot_add() -> None:
+    """Forty syncs of a thousandth, and after a resume and a rollback what a checkpoint has kept, which is no rounded weight.
+
+    Fails when: the mixture is made in the type of the weights, or the model doesn't get what was put back.
+    """
+    config = Config(dtype="bfloat16", sync_ref_model=True, ref_model_mixup_alpha=1e-3, ref_model_sync_steps=1)
+    run = built(config)
+    kept: dict[str, torch.Tensor] = {}
+    state = SimpleNamespace(step=0, kept=kept, keep=kept.__setitem__, saver=SimpleNamespace(on_rollback=[]))
+    expected = {name: p.detach().double() for name, p in run.model.named_parameters()}
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.add_(1.0)
+    for step in range(1, 42):
+        state.step = step
+        sync_reference(state, run.reference, run.model, config)
+    for name, parameter in run.model.named_parameters():
+        expected[name] = torch.lerp(parameter.detach().double(), expected[name], 0.999**40)
+    for name, parameter in run.reference.frozen.named_parameters():
+        assert torch.allclose(kept[f"reference.{name}"].double(), expected[name], rtol=1e-5, atol=1e-5), name
+        assert torch.equal(parameter, kept[f"reference.{name}"].bfloat16())
+    for tensor in kept.values():
+        tensor.add_(0.5)  # as a rollback puts its own back
+    for put_back in state.saver.on_rollback:
+        put_back()
+    again = built(config)
+    state = SimpleNamespace(step=42, kept=dict(kept), keep=lambda *_: None, saver=SimpleNamespace(on_rollback=[]))
+    keep_reference(state, again.reference, config)
+    for frozen in (run.reference.frozen, again.reference.frozen):
+        for name, parameter in frozen.named_parameters():
+            assert torch.equal(parameter, kept[f"reference.{name}"].bfloat16())
+
+
 def test_a_synced_reference_is_the_stated_mixture_and_comes_back_after_a_resume() -> None:
     """Steps 1 to 5, synced before 3 and 5. Fails when: the shares are swapped; it is synced after each step; a resume starts over."""
     config = Config(sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=2)
     run = built(config)
     kept: dict[str, torch.Tensor] = {}
-    state = SimpleNamespace(step=0, kept=kept, keep=kept.__setitem__)
+    state = SimpleNamespace(step=0, kept=kept, keep=kept.__setitem__, saver=SimpleNamespace(on_rollback=[]))
     expected = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     for step in range(1, 6):
         state.step = step
@@ -270,7 +303,7 @@ def test_a_synced_reference_is_the_stated_mixture_and_comes_back_after_a_resume(
                 parameter.add_(0.1)
     again = built(config)
     saved = {name: tensor.clone() for name, tensor in kept.items()}
-    state = SimpleNamespace(step=5, kept=saved, keep=saved.__setitem__)
+    state = SimpleNamespace(step=5, kept=saved, keep=saved.__setitem__, saver=SimpleNamespace(on_rollback=[]))
     keep_reference(state, again.reference, config)
     for name, parameter in again.reference.frozen.named_parameters():
         assert torch.equal(parameter, kept[f"reference.{name}"])

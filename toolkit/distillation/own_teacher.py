@@ -19,6 +19,7 @@ from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import Logits
 from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
 from toolkit.losses.selective_head import at_positions
+from toolkit.models.frozen import put_into
 from toolkit.system.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
@@ -58,13 +59,9 @@ class Average:
             mean.lerp_(weights[name].to(mean.dtype), 1 - self.decay)
         self.into_model()
 
-    @torch.no_grad()
     def into_model(self) -> None:
         """Give the model the averages, where it has another type."""
-        own = dict(self.model.named_parameters())
-        for name, mean in self.means.items():
-            if own[name].dtype != mean.dtype:
-                own[name].copy_(mean)
+        put_into(self.model, self.means)
 
 
 def ask_without_adapter(student: nn.Module, vocabulary: int) -> TeacherFn:

@@ -1,7 +1,8 @@
-"""Weights that are not trained, held in the half precision that a run computes in."""
+"""Weights that are not trained: held in the half precision that a run computes in, or given an average of others."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,3 +50,12 @@ def hold_in_half(model: nn.Module, half: torch.dtype) -> None:
         if not weight.requires_grad:
             weight.data = weight.data.to(half)
     give_back_memory()
+
+
+@torch.no_grad()
+def put_into(model: nn.Module, means: Mapping[str, torch.Tensor]) -> None:
+    """Give a model averages of weights, by name, where its own have another type; else these are the averages themselves."""
+    own = dict(model.named_parameters())
+    for name, mean in means.items():
+        if own[name].dtype != mean.dtype:
+            own[name].copy_(mean)

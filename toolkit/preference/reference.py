@@ -7,7 +7,7 @@ adapter off. `model`: it is a second one, frozen, in memory; the only one that c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from toolkit.config import AdapterConfig, ReferenceConfig, Refusal
 from toolkit.config.conditions import STARTS_ON_THE_BASE, is_adapter
-from toolkit.data.loading.batch import Batch, MicroBatch
+from toolkit.data.loading.batch import Batch, MicroBatch, precise
 from toolkit.data.loading.loaders import EvalLoader, TrainLoader
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -26,7 +26,7 @@ from toolkit.losses.pair_losses import PairLogps
 from toolkit.losses.preference import needs_reference
 from toolkit.losses.unpaired import LogpsOf as LogpsOfBoth
 from toolkit.models.compat import commit_of
-from toolkit.models.frozen import half_of, place_frozen
+from toolkit.models.frozen import half_of, place_frozen, put_into
 from toolkit.preference.reference_cache import ReferenceSettings, is_of_pairs, reference_table
 from toolkit.system.digests import digests_of_directories
 from toolkit.system.evaluation_mode import evaluation_mode
@@ -51,13 +51,15 @@ class Reference:
 
     `PairLogps` of pairs; of single answers a tensor `[answers]`, and `mismatched(model, micro_batch)` the same of the answers
     that belong to other prompts. `way`: cache, adapter, model, or none for losses that have no reference, where the call gives
-    None. `frozen`: the second model, where there is one.
+    None. `frozen`: the second model, where there is one. `means`: the weights of one that moves, in float32 at least: a small
+    share of another model is less than what bfloat16 can add. They are its own parameters where these have that type.
     """
 
     way: str
     logps: LogpsOf
     mismatched: LogpsOf = _of_pairs
     frozen: nn.Module | None = None
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
     is_kept: bool = False  # whether the run's checkpoints have it
     made_of: dict[str, Any] | None = None  # commit and digests of the files it is made of, for `open_run`
 
@@ -100,7 +102,8 @@ def build_reference(
         else:
             frozen = _second_model(accelerator, make_model, moves=config.sync_ref_model)
             own, mismatched = (_of_frozen(accelerator, frozen, each) for each in (logps_of, mismatched_logps))
-            reference = Reference(way, own, mismatched, frozen=frozen)
+            moving = unwrapped(frozen).named_parameters() if config.sync_ref_model else ()
+            reference = Reference(way, own, mismatched, frozen, {name: precise(parameter) for name, parameter in moving})
     # checkpoints keep it: a run that continues must have the same reference
     reference.made_of = {"commit": commit_of(unwrapped(model).config), **digests_of_directories(config.model)}
     return reference
@@ -180,9 +183,12 @@ def keep_reference(run: Run, reference: Reference, config: ReferenceConfig) -> N
     """Put a reference that moves into every checkpoint; after a resume, take it from there. Called once, before evaluation."""
     if not config.sync_ref_model or reference.frozen is None or reference.is_kept:
         return
-    for name, parameter in unwrapped(reference.frozen).named_parameters():
-        parameter.copy_(run.kept.get(f"reference.{name}", parameter))
-        run.keep(f"reference.{name}", parameter)
+    for name, mean in reference.means.items():
+        mean.copy_(run.kept.get(f"reference.{name}", mean))
+        run.keep(f"reference.{name}", mean)
+    into_model = partial(put_into, unwrapped(reference.frozen), reference.means)
+    into_model()
+    run.saver.on_rollback.append(into_model)
     reference.is_kept = True
 
 
@@ -198,10 +204,11 @@ def sync_reference(run: Run, reference: Reference, model: nn.Module, config: Ref
     if not config.sync_ref_model or reference.frozen is None:
         return
     keep_reference(run, reference, config)  # of a recipe that didn't
-    frozen, taken = dict(unwrapped(reference.frozen).named_parameters()), run.step - 1
+    means, taken = reference.means, run.step - 1
     if taken and taken % config.ref_model_sync_steps == 0:
         for name, parameter in unwrapped(model).named_parameters():
-            frozen[name].lerp_(parameter.to(frozen[name].dtype), config.ref_model_mixup_alpha)
+            means[name].lerp_(parameter.to(means[name].dtype), config.ref_model_mixup_alpha)
+        put_into(unwrapped(reference.frozen), means)
 
 
 def estimate_kl(accelerator: Accelerator, model: nn.Module, batch: Batch, logps_of_mismatched: LogpsOfBoth) -> torch.Tensor:
