@@ -285,9 +285,34 @@ def test_a_step_that_has_examples_twice_says_so(settings: dict, times: str, caps
     assert (times in said, "--global-batch-size" in said) == (True, bool(times))
 
 
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [({"global_batch_size": 46, "max_steps": 1}, "2.0 times over the 23"), ({"global_batch_size": 23, "max_steps": 4}, "")],
+)
+def test_a_step_that_has_examples_of_a_stream_twice_says_so(settings: dict, times: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """When the stream has ended once, each rank but the first in silence. Fails when: nothing is said, or each rank says it."""
+    warn_once.cache_clear()
+    for rank, expected in ((Rank(1, 2), ""), (None, times)):
+        stream = {"train": token_dataset().to_iterable_dataset()}
+        train, _ = build_dataloaders(stream, collate_padded, DataConfig(streaming=True, **settings), rank)
+        assert sum(batch.size for batch in train) == settings["global_batch_size"] * settings["max_steps"]
+        said = capsys.readouterr().err
+        assert (expected in said, "--global-batch-size" in said) == (True, bool(expected))
+
+
+def test_a_step_of_a_stream_that_memory_cannot_hold_is_refused_once_the_stream_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 23 examples, which other ranks read as well. Fails when: nothing is refused, or the ranks are taken to share them."""
+    monkeypatch.setattr("toolkit.data.loading.step_size.free_memory", lambda device: 10**8)
+    stream = {"train": token_dataset().to_iterable_dataset()}
+    config = DataConfig(streaming=True, max_steps=1, global_batch_size=200_000)
+    train, _ = build_dataloaders(stream, collate_padded, config, Rank(0, 64))
+    with pytest.raises(Refusal, match="--global-batch-size: the 200,000 examples"):
+        next(iter(train))
+
+
 def test_a_step_that_memory_cannot_hold_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 23 examples, for which 1 MB is enough. Fails when: nothing is refused, or of several ranks each is taken to read all."""
-    monkeypatch.setattr("toolkit.data.loading.loaders.free_memory", lambda device: 10**6)
+    monkeypatch.setattr("toolkit.data.loading.step_size.free_memory", lambda device: 10**6)
     config = DataConfig(global_batch_size=10_000, max_steps=1)
     build_dataloaders({"train": token_dataset()}, collate_padded, DataConfig(global_batch_size=23, max_steps=1))
     build_dataloaders({"train": token_dataset()}, collate_padded, config, Rank(0, 64))

@@ -26,13 +26,11 @@ from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs, c
 from toolkit.data.loading.columns import check_splits, column
 from toolkit.data.loading.order import Order, StepPlan, batch_of, checked, cut_step, epoch_order, generator_of, plan_steps
 from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows, Rows, pack_best_fit, pack_wrapped
+from toolkit.data.loading.step_size import check_step
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
 from toolkit.data.worker_processes import started
-from toolkit.system.console import warn_once
 from toolkit.system.files import allow_open_files
-from toolkit.system.free_memory import free_memory
-from toolkit.system.numbers import show_bytes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,7 +40,6 @@ __all__ = ["Batch", "EvalLoader", "StreamLoader", "TrainLoader", "build_dataload
 
 LONGEST_STOP = 600  # seconds
 LEAST_OPEN_FILES, OPEN_FILES = 256, 4096
-BYTES_OF_EXAMPLE, BYTES_OF_TOKEN = 1000, 32  # of a batch, with the documents that it is made from; as measured, rather fewer
 _UNPACKED = (  # collate functions whose rows --packing is not for
     (collate_padded, " puts documents of several examples into one row, which this recipe's padded rows cannot hold."),
     (collate_pairs, ": pairs are one behind the other without padding as it is (--pair-layout). Remove it."),
@@ -287,30 +284,13 @@ def build_dataloaders(
     elif config.group_by_length:
         order = partial(epoch_order, lengths=rows.lengths)
     consume = config.max_steps * global_batch_size if config.max_steps else math.ceil(config.num_train_epochs * len(rows))
-    _check_step(rows, min(global_batch_size, consume), data_rank, num_data_ranks)
+    mean_length = float(np.mean(rows.lengths)) if len(rows) else 0.0
+    check_step(min(global_batch_size, consume), len(rows), mean_length, data_rank, num_data_ranks)
     train = TrainLoader(
         rows, examples_to_consume=consume, workers=config.dataloader_num_workers, pin_memory=pin_memory, augment=augment,
         order=order or epoch_order, **common,
     )  # fmt: skip
     return train, evaluation
-
-
-def _check_step(rows: Rows, size: int, data_rank: int, num_data_ranks: int) -> None:
-    """Warn where a step of `size` examples is more than an epoch, and refuse one that a rank has no room to read then."""
-    if not 0 < len(rows) < size:  # what is of one epoch takes no more than the data do
-        return
-    if data_rank == 0:
-        warn_once(
-            f"A step of {size:,} examples goes {size / len(rows):,.1f} times over the {len(rows):,} that there are. Take "
-            "a smaller --global-batch-size (or --gradient-accumulation-steps), or more data."
-        )
-    needed = int(size / num_data_ranks * (BYTES_OF_EXAMPLE + BYTES_OF_TOKEN * float(np.mean(rows.lengths))))
-    free = free_memory(torch.device("cpu"))
-    if free is not None and needed > free:
-        raise Refusal(
-            f"--global-batch-size: the {size:,} examples of a step need about {show_bytes(needed)} of memory, and "
-            f"{show_bytes(free)} are free. Take a smaller one (or --gradient-accumulation-steps)."
-        )
 
 
 def _map_style(split: Any) -> Any:

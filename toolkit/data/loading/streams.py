@@ -15,6 +15,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch, Document, MicroBatch
 from toolkit.data.loading.order import batch_of, cut_step, epoch_order, generator_of
 from toolkit.data.loading.packing import NOT_COLLATED, Augment, Packing, cut_document
+from toolkit.data.loading.step_size import check_step
 from toolkit.data.sources.stream_state import state_of
 
 STREAM_BUFFER = 1024  # documents of a stream that are mixed, and packed, together
@@ -127,9 +128,9 @@ class StreamLoader:
         window: list[Document] = []
         mark, begun = self._mark, self._mark
         for epoch in range(mark.epoch, 1 << 62):
-            seen = epoch == begun.epoch and bool(begun.source)
+            seen, is_whole, documents, tokens = epoch == begun.epoch and bool(begun.source), stream is self.stream, 0, 0
             for document in stream:
-                seen = True
+                seen, documents, tokens = True, documents + 1, tokens + len(document["input_ids"])
                 window.append({name: value for name, value in document.items() if name not in NOT_COLLATED})
                 if len(window) == STREAM_BUFFER:
                     source = state_of(stream)
@@ -139,6 +140,9 @@ class StreamLoader:
                     window, mark = [], _Mark(mark.window + 1, source, epoch, 0, mark.digest, mark.digest)
             if not seen:
                 raise Refusal(f"the stream has no rows (epoch {epoch})")
+            if is_whole:  # of packed rows there are no more than documents; each rank reads all of a step
+                size = min(self.global_batch_size, self.examples_to_consume)
+                check_step(size, documents, tokens / documents, self.data_rank, 1)
             stream = self.stream
 
     def _mix(self, window: list[Document], number: int) -> Iterator[list[Document]]:
