@@ -16,7 +16,7 @@ from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal, settings_of
 from toolkit.sweeps.addresses import _NOT_OF_THE_RESULT, address_of, recipe_digest
 from toolkit.sweeps.functions import FunctionTrial
-from toolkit.sweeps.journal import Plan
+from toolkit.sweeps.journal import JournalFile, Plan, plan_record
 from toolkit.sweeps.space import searches_in_file
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "accelerated.py")
@@ -52,6 +52,19 @@ def test_an_option_without_effect_is_refused(words: list[str], says: str) -> Non
     done = CliRunner().invoke(app, ["sweep", *words])
     assert isinstance(done.exception, Refusal), done.output
     assert says in str(done.exception)
+
+
+def test_the_number_of_trials_of_hyperband_is_refused_from_the_start_and_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: a sweep is continued with one, which would change nothing."""
+    asked = {"search": RATE, "prune": "hyperband", "rungs": "1,2,4"}
+    with pytest.raises(Refusal, match="--trials 9"):
+        make_plan(RECIPE, [], SweepOptions(**asked, trials=9))
+    monkeypatch.chdir(tmp_path)
+    JournalFile(tmp_path).append(plan_record(make_plan(RECIPE, [], SweepOptions(**asked))))
+    monkeypatch.setattr("toolkit.cli.sweep._run", lambda *_: pytest.fail("begins"))
+    done = CliRunner().invoke(app, ["sweep", "continue", str(tmp_path), "--trials", "9"])
+    assert isinstance(done.exception, Refusal), done.output
+    assert "--trials 9" in str(done.exception)
 
 
 def test_metrics_that_are_measured_may_decide() -> None:

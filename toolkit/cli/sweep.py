@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.sweep_plan import PRUNERS, SweepOptions, base_of, check_agent, check_given, check_times, make_plan
+from toolkit.cli.sweep_plan import (
+    PRUNERS,
+    SweepOptions,
+    base_of,
+    check_agent,
+    check_given,
+    check_times,
+    check_trials,
+    make_plan,
+)
 from toolkit.command_line.placement import ConfigFile, Processes
 from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
@@ -215,6 +224,7 @@ def _of_directory(action: str, folder: Path, values: dict[str, Any]) -> None:
         os.chdir(plan.folder)
         digest = recipe_digest(Path(plan.recipe)) if Path(plan.recipe).is_file() else "missing"
         check_times(values["budget_hours"], values["hang_minutes"])
+        check_trials(plan.prune, values["trials"])
         may_change = ("trials", "parallel", "budget_steps", "budget_hours", "hang_minutes")
         changed = {name: values[name] for name in may_change if values[name] is not None}
         points = count_points(plan.strategy, read_space(plan.search), repeats=plan.prune == "pbt")

@@ -169,6 +169,12 @@ def _check_options(space: Sequence[Dimension], options: SweepOptions) -> None:
     check_times(options.budget_hours, options.hang_minutes)
 
 
+def check_trials(prune: str, trials: int | None) -> None:
+    """Refuse a number of trials that was given where it follows from other settings."""
+    if prune == "hyperband" and trials:
+        raise Refusal(f"--trials {trials}: of Hyperband follows from its rungs. Leave it out.")
+
+
 def check_times(budget_hours: float | None, hang_minutes: float | None) -> None:
     """Raises:
         Refusal: one of them is no length of time.
@@ -251,9 +257,8 @@ def _with_evaluations(
     rungs = _rungs(options, trials, most) if options.prune in BY_RUNGS else []
     if rungs and (most is None or most < 0):
         words = [*words, "--max-steps", str(rungs[-1])]
+    check_trials(options.prune, options.trials)
     if options.prune == "hyperband":
-        if options.trials:
-            raise Refusal(f"--trials {options.trials}: of Hyperband follows from its rungs. Leave it out.")
         plan = Plan("", "", [], [], "", 0, 0, [], prune="hyperband", rungs=rungs, reduction=options.reduction)
         trials = sum(count for count, _ in brackets_of(plan))
     given = _typed(words)
