@@ -1,12 +1,16 @@
 """The files of deploy/: what a linter and a schema say of them, that they name what there is, and that their flags are accepted."""
 
 import importlib
+import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +18,9 @@ from unittest.mock import MagicMock
 
 import jsonschema
 import pytest
+import torch
 import yaml
+from packaging.requirements import Requirement
 
 from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
@@ -32,9 +38,24 @@ def in_venv(name: str) -> str:
     return found
 
 
+def all_steps() -> list[tuple[str, str]]:
+    """Instructions and what follows them, as written but for line breaks."""
+    lines = DOCKERFILE.replace("\\\n", " ").splitlines()
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in lines if line and not line.startswith("#")]
+
+
 def steps(instruction: str) -> list[str]:
-    whole = DOCKERFILE.replace("\\\n", " ")
-    return [" ".join(line.split()[1:]) for line in whole.splitlines() if line.split()[:1] == [instruction]]
+    return [text for each, text in all_steps() if each == instruction]
+
+
+def copy(step: str, folder: Path) -> None:
+    """A COPY step, into its image's working directory."""
+    *sources, target = step.split()
+    for source in sources:
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / source, folder / target)
 
 
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
@@ -48,13 +69,7 @@ def test_what_the_image_copies_is_all_that_the_package_is_built_from(tmp_path: P
     there, an extra is none of pyproject.toml's, or something is installed without its tested version.
     """
     for copied in steps("COPY"):
-        *sources, target = copied.split()
-        for source in sources:
-            where = tmp_path / target / ("" if (ROOT / source).is_dir() else source)
-            if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, where, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / source, where)
+        copy(copied, tmp_path)
     installs = [step for step in steps("RUN") if step.startswith("pip install")]
     assert len(installs) == 2
     assert all("--constraint constraints.txt" in step for step in installs)
@@ -67,6 +82,68 @@ def test_what_the_image_copies_is_all_that_the_package_is_built_from(tmp_path: P
     listed = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(built)], capture_output=True, text=True, timeout=60, check=True).stdout
     assert "toolkit/_recipes/sft.py" in listed
     assert steps("ENTRYPOINT") == ['["toolkit"]']
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A folder in place of / in which the Dockerfile's steps were taken, and the environment of a container. Python is that of a new
+    virtual environment, and without Debian's packages."""
+    if torch.version.cuda:
+        pytest.skip("PyTorch with CUDA is 5 GB")  # pip took it for .venv, and would here
+    outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")}
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "usr")], check=True, timeout=120)
+    outside |= {"PATH": f"{tmp_path / 'usr/bin'}:{os.environ['PATH']}", "PIP_NO_COMPILE": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    run = partial(subprocess.run, capture_output=True, text=True, env=outside)
+    try:
+        reached = run(["pip", "download", "--retries=0", "--no-cache-dir", "--no-deps", f"--dest={tmp_path}", "lazy_loader"], timeout=200)
+        if reached.returncode:
+            pytest.skip(f"no package index: {reached.stderr.splitlines()[-1]}")
+        index = re.search(r"\.index-url='(.*)'$", run(["pip", "config", "list"], timeout=60).stdout, re.MULTILINE)
+        build_arguments = {"TORCH_INDEX": index[1]} if index else {}
+        folder = tmp_path
+        for instruction, text in all_steps():
+            name, _, value = text.partition("=")
+            if instruction == "ARG":
+                outside[name] = build_arguments.get(name, value)
+            elif instruction == "ENV":
+                outside[name] = value.replace("/", f"{tmp_path}/", 1) if value.startswith("/") else value
+            elif instruction == "WORKDIR":
+                folder = tmp_path / text.removeprefix("/")
+                folder.mkdir(parents=True)
+            elif instruction == "COPY":
+                copy(text, folder)
+            elif instruction == "RUN" and not text.startswith("apt-get"):
+                done = run(["sh", "-c", text], cwd=folder, timeout=400)
+                assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}{done.stderr}"
+                assert "does not provide the extra" not in done.stderr
+        yield folder, outside
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_image_make_one_that_trains(image: tuple[Path, dict[str, str]]) -> None:
+    """Its pip installs as they are written, then what it starts with, a run in its empty workspace, and what its extras bring.
+    Fails when: `toolkit` or `recipes` is not copied, an extra is misspelled, a version can't be had, or only root may write to the cache.
+    """
+    workspace, environment = image
+    assert Path(environment["HF_HOME"]).stat().st_mode & 0o1777 == 0o1777
+    ((entry,),) = map(json.loads, steps("ENTRYPOINT"))
+    (default,) = map(json.loads, steps("CMD"))
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, cwd=workspace, env=environment, timeout=200)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+        return done.stdout
+
+    assert " train " in run(entry, *default)
+    few = ["--max-train-examples", "40", "--max-eval-examples", "8", "--max-length", "128", "--num-samples", "0"]
+    run(entry, "train", "sft", "--hidden-size", "32", "--num-hidden-layers", "1", "--max-steps", "2", *few, "--output-dir", "out")
+    assert json.loads((workspace / "out/summary.json").read_text())["steps"] == 2
+    assert (workspace / "out/model/model.safetensors").is_file()
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = [Requirement(text).name for extra in re.search(r"\.\[(.*)\]", steps("RUN")[-1])[1].split(",") for text in optional[extra]]
+    run("python", "-c", f"import {', '.join(brought).replace('-', '_')}")
 
 
 def kubernetes() -> list[dict[str, Any]]:
