@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,8 +91,9 @@ def invoke(*words: str) -> Any:
 
 
 def test_a_recipe_trains_with_each_rate_in_turn_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when: the recipe's own schedule goes on, its groups lose the ratio of their rates, or it evaluates as it would in a run."""
+    """Fails when: the recipe's own schedule goes on, its groups lose the ratio of their rates, it evaluates as it would in a run, or nothing shows how far it is."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("toolkit.system.progress.LOG_SECONDS", 0)
     seen: list[list[float]] = []
     step = tk.train_step
 
@@ -104,6 +106,7 @@ def test_a_recipe_trains_with_each_rate_in_turn_and_nothing_is_left(tmp_path: Pa
     done = invoke("sft", *SMALL, "--learning-rate", "0.002", "--lr-patterns", "embed=0.5", "--steps", "40", "--plot", "curve.svg", "--json")
     assert done.exit_code == 0, done.output + repr(done.exception)
     found = RangeTest(**json.loads(done.stdout))
+    assert re.findall(r"(\d+) of 40 steps", done.stderr) == [str(number) for number in range(1, 41)]
     assert [rates[0] for rates in seen] == pytest.approx([rate_at(number / 40) for number in range(40)])
     assert (rate_at(0), rate_at(1)) == pytest.approx((LOWEST, HIGHEST))
     assert any(min(rates) == pytest.approx(0.5 * max(rates)) for rates in seen)

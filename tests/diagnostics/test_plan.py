@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import toolkit as tk
 from benchmarks.plan import command_of
 from toolkit.cli.main import app
+from toolkit.cli.plan import _measured
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.command_line.recipe_file import without_flags
 from toolkit.config import BatchConfig, Refusal
@@ -574,6 +575,19 @@ def test_time_and_cost_are_of_all_steps() -> None:
     """Fails when: the cost is of one step, or of seconds."""
     found = plan("accelerated", "--max-steps", "1800", "--step-seconds", "2", "--price", "40").stdout
     assert re.search(r"1,800 steps .*2\.0 s.*1 h 0 min.*40\.00 at 40\.00", found)
+
+
+def test_steps_that_are_taken_to_be_timed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a script that logs steps of 9, 2, 4 and 3 seconds. Fails when: the first counts, or nothing shows how far it is."""
+    monkeypatch.setattr("toolkit.system.progress.LOG_SECONDS", 0)
+    (tmp_path / "steps.py").write_text(
+        "import sys\nout = open(sys.argv[sys.argv.index('--output-dir') + 1] + '/metrics.jsonl', 'w')\n"
+        "for step, time in enumerate((9, 11, 15, 18), 1):\n"
+        "    print(f'step {step}/4', flush=True)\n    print('{\"loss\": 1, \"time\": %d}' % time, file=out)\n"
+    )
+    assert _measured(str(tmp_path / "steps.py"), [], 2) == 3.5
+    shown = capsys.readouterr()
+    assert (re.findall(r"(\d) of 4 steps", shown.err), shown.out) == (["1", "2", "3", "4"], "")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """toolkit profile: planted delays are found where they are, and named."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.diagnostics.advice import first_change
 from toolkit.diagnostics.communication import RankTimes, Spent, not_hidden, share_of_waiting
-from toolkit.diagnostics.profile import PHASES, Profile, _padding, profile_of
+from toolkit.diagnostics.profile import PHASES, WARM_UP, Profile, _Enough, _padding, _Timer, profile_of
 from toolkit.diagnostics.saving import Saving, saving_of
 from toolkit.distributed.engines import engine_of
 
@@ -86,6 +87,7 @@ def test_sampling_and_rewards_are_not_the_loops(tmp_path: Path) -> None:
     found = run("grpo", *SMALL, *few, "--steps", "3", "--json", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     profile = json.loads(found.stdout)
+    assert sum(line.endswith(" ...") for line in found.stderr.splitlines()) == 2  # what is being done
     seconds = profile["seconds"]
     assert seconds["scoring"] > 0.1
     assert seconds["sampling"] > seconds["other"]
@@ -106,6 +108,19 @@ def test_forward_passes_outside_of_train_step_are_no_time_of_the_loop(recipe: st
     marked = {phase: sum(e["dur"] for e in events if re.fullmatch(rf"step \d+: {phase}", e["name"])) for phase in ("forward", "other")}
     assert recipe == "basic" or marked["other"] < 0.3 * marked["forward"]
     assert sum(profile["seconds"].values()) == pytest.approx(profile["step"])
+
+
+@pytest.mark.parametrize(("seconds", "traced"), [(1.0, 3), (5.0, 1)])
+def test_one_step_is_traced_where_it_takes_seconds(seconds: float, traced: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each is counted until all are timed. Fails when: the trace of a long step is of three, which take a minute to read."""
+    clock, done = [0.0], list[int]()
+    monkeypatch.setattr("toolkit.diagnostics.profile.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    timer = _Timer(4, None, None, {}, done.append)
+    with contextlib.suppress(_Enough):
+        for number in range(20):
+            timer.begin_step(number)
+            clock[0] += seconds
+    assert (timer.begun, done) == (WARM_UP + 4 + traced, [1, 2, 3, 4, 5, 6, 7])
 
 
 def test_padding_is_what_is_computed_of_it() -> None:

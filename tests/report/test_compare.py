@@ -318,6 +318,13 @@ def test_runs_are_not_equal_where_one_lacks_what_the_other_has(lost: str, run: P
     assert not set(stages) & set(same.replace(":", ",").replace(" ", "").split(","))
 
 
+def test_a_comparison_shows_how_far_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gigabytes it takes minutes. Fails when: tensors are compared without a word, or what it says is in the JSON."""
+    monkeypatch.setattr("toolkit.system.progress.LOG_SECONDS", 0)
+    ran = CliRunner().invoke(app, ["compare", str(run), str(run), "--json"])
+    assert ran.stderr.count(" tensors, ") == json.loads(ran.stdout)["comparisons"][0]["tensors"] > 0
+
+
 def test_directories_that_are_no_runs_and_runs_of_other_kinds_are_refused(run: Path, tmp_path: Path) -> None:
     """Fails when: losses that mean different things are compared, or the refusal is a traceback."""
     (tmp_path / "empty").mkdir()

@@ -1,5 +1,6 @@
 """Progress of long work in a log: a line now and then, with the rate and the time left."""
 
+import contextlib
 import io
 import sys
 
@@ -46,6 +47,14 @@ def test_short_work_says_nothing_and_a_total_may_be_unknown(clock: list[float], 
         clock[0] += 60
         add(6_000_000)
     assert capsys.readouterr().err == "Downloading: 6 of 5 MB, 6 MB/min, ETA 0:00\n"
+
+
+def test_it_is_shown_where_the_output_of_the_work_is_hidden(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails when: a line goes to the standard error of its moment."""
+    with progress("Timing", "steps", 4) as add, contextlib.redirect_stderr(io.StringIO()):
+        clock[0] += 60
+        add(1)
+    assert capsys.readouterr().err.startswith("Timing: 1 of 4 steps")
 
 
 def test_a_terminal_has_a_bar_and_no_lines(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

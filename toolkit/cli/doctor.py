@@ -42,13 +42,11 @@ def doctor(
     for name in values["only"] or ():
         if name not in CHECKS:
             raise typer.BadParameter(f"{name}: no check of that name. There are {', '.join(CHECKS)}.", param_hint="--only")
-    quiet = bool(values["as_json"])
     # Standard output is for the report: DeepSpeed, for instance, writes there when it is imported.
     with Watch(os.path.abspath(script)) as watch, contextlib.redirect_stdout(sys.stderr):
         main, config = read_recipe(Path(os.path.abspath(script)), words)
-        tell = (lambda text: None) if quiet else (lambda text: say(f"  {text} ...", error=True))
-        report = examine(main, config, watch, tell, values["only"] or tuple(CHECKS))
-    if quiet:
+        report = examine(main, config, watch, lambda text: say(f"  {text} ...", error=True), values["only"] or tuple(CHECKS))
+    if values["as_json"]:
         say(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
     else:
         _show(report, script)

@@ -9,6 +9,7 @@ import typer
 
 from toolkit.command_line.recipe_file import Flags, Recipe, recipe_and_options, without_flags
 from toolkit.system.console import BOLD, as_typed, say
+from toolkit.system.progress import progress
 
 if TYPE_CHECKING:
     from toolkit.diagnostics.learning_rate import RangeTest
@@ -38,11 +39,10 @@ def find_learning_rate(
     target = place_to_write(values["plot"], "--plot", is_file=True) if values["plot"] else None
     place = Path(os.path.abspath(script))
     main, config = read_recipe(place, words)
-    if not values["as_json"]:
-        say(f"training for {values['steps']} steps ...", error=True)
+    say(f"training for {values['steps']} steps ...", error=True)
     try:
-        with errors_refused(place):
-            found = find(main, config, values["steps"])
+        with errors_refused(place), progress("Training", "steps", values["steps"]) as add:
+            found = find(main, config, values["steps"], add)
     except NoRate as refused:
         if target is not None and refused.curve.rates:
             _write(draw(refused.curve), target)

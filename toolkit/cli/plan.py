@@ -214,10 +214,14 @@ def _measured(script: str, words: list[str], steps: int) -> float:
     with temporary_folder("plan") as folder:
         alone = ["--output-dir", str(folder), "--overwrite-output-dir", "--stop-at-step", str(steps + 2), "--report-to", "none"]
         alone += ["--logging-strategy", "steps", "--logging-steps", "1", "--eval-strategy", "no", "--save-strategy", "no"]
-        done = subprocess.run([sys.executable, script, *words, *alone], capture_output=True, text=True)
+        command = [sys.executable, script, *words, *alone]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+            assert run.stdout is not None
+            lines = with_progress(run.stdout, "Measuring", "steps", steps + 2, lambda line: line.startswith("step "))
+            printed = "".join(lines)
         times = [line["time"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
     if len(times) < 2:
-        said = " ".join((done.stderr or done.stdout).split())[-400:]
+        said = " ".join(printed.split())[-400:]
         raise Refusal(f"--measure {steps}: no two steps were taken here to be timed. The run's last lines: {said}")
     times = times[1:] if len(times) > 2 else times
     return statistics.median(after - before for before, after in itertools.pairwise(times))

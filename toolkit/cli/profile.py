@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,8 @@ import typer
 from toolkit.command_line.placement import ConfigFile, MainAddress, MainPort, NodeCount, NodeRank, Processes, placement_of
 from toolkit.command_line.recipe_file import Flags, Recipe, recipe_and_options
 from toolkit.distributed.launch import launch
-from toolkit.system.console import BOLD, say
+from toolkit.system.console import BOLD, say, write
+from toolkit.system.progress import progress
 
 if TYPE_CHECKING:
     from toolkit.diagnostics.profile import Profile
@@ -37,8 +39,9 @@ def profile(
     """Train a recipe for a few steps and show where their time goes: data, forward, backward, clipping, optimizer.
 
     Without evaluation; nothing is left behind but what is requested. Three steps come before those that are timed, and three
-    after them, under torch's profiler, for the longest operations; then a checkpoint is written and timed. Several ranks
-    (--processes, or started by accelerate launch) have one table, with the communication that no computation hides.
+    after them (one, where it is long), under torch's profiler, for the longest operations; then a checkpoint is written
+    and timed. Several ranks (--processes, or started by accelerate launch) have one table, with the communication that no
+    computation hides.
     """
     script, words, values = recipe_and_options(context, recipe, flags)
     placement = placement_of(values)
@@ -53,7 +56,7 @@ def profile(
     from toolkit.config.places import place_to_write
     from toolkit.config.reading import values_of
     from toolkit.diagnostics.advice import first_change
-    from toolkit.diagnostics.profile import profile as make_profile
+    from toolkit.diagnostics.profile import WARM_UP, profile as make_profile
 
     if values["memory"] and not torch.cuda.is_available():
         raise Refusal("--memory: torch records the memory of CUDA devices alone. `toolkit plan` shows that of a CPU.")
@@ -67,10 +70,9 @@ def profile(
     place = Path(os.path.abspath(script))
     main, config = read_recipe(place, words)
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_first and not values["as_json"]:
-        say("training for a few steps ...", error=True)
-    with errors_refused(place):
-        found = make_profile(main, config, values["steps"], trace, memory)
+    shown = _shown(WARM_UP + values["steps"]) if is_first else nullcontext(lambda number: None)
+    with errors_refused(place), shown as step_done:
+        found = make_profile(main, config, values["steps"], trace, memory, step_done)
     advice = first_change(found, values_of(config))
     if is_first and values["as_json"]:
         say(json.dumps({**asdict(found), "first": advice}, indent=1))
@@ -81,6 +83,23 @@ def profile(
         if path is not None and not path.is_file():  # torch is silent about it
             path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)  # what torch left
             raise Refusal(f"{path} could not be written: is the disk full?")
+
+
+@contextmanager
+def _shown(total: int) -> Iterator[Callable[[int], None]]:
+    """What to call after each step: a bar, and a word of what follows the last; the recipe's own output is hidden meanwhile."""
+    say("training for a few steps ...", error=True)
+    screen = sys.stderr
+    with ExitStack() as bar:
+        add = bar.enter_context(progress("Timing steps", "steps", total))
+
+        def step_done(number: int) -> None:
+            add(1)
+            if number == total:
+                bar.close()
+                write("looking for the longest operations ...\n", screen)
+
+        yield step_done
 
 
 def of_rank(path: Path, environment: Mapping[str, str]) -> Path:

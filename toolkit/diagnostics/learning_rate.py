@@ -62,8 +62,12 @@ class RangeTest(Curve):
         return 1 - min(self.smoothed) / max(self.smoothed[: self.smoothed.index(min(self.smoothed)) + 1])
 
 
-def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int = 100) -> RangeTest:
+def find_learning_rate(
+    main: Callable[[Any], Any], config: Settings, steps: int = 100, add_steps: Callable[[int], object] = lambda count: None
+) -> RangeTest:
     """Train a recipe in a temporary directory with rates from LOWEST to HIGHEST, and see what its loss does.
+
+    `add_steps`: is called with how many more steps begin.
 
     Raises:
         Refusal: the recipe refuses its settings or data, samples, trains a teacher first, or its loss never falls.
@@ -80,7 +84,12 @@ def find_learning_rate(main: Callable[[Any], Any], config: Settings, steps: int 
     def ramped(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         optimizer, _ = original(*given, **named)
         shares = [group["lr"] / highest for group in optimizer.param_groups]
-        return optimizer, lambda progress, objective=None: [rate_at(progress) * share for share in shares]
+
+        def schedule(progress: float, objective: object = None) -> list[float]:
+            add_steps(1)
+            return [rate_at(progress) * share for share in shares]
+
+        return optimizer, schedule
 
     with (
         ended_by_signals(), never_evaluated(), temporary_folder("learning-rate") as folder,

@@ -36,6 +36,7 @@ from toolkit.tracking.step_metrics import Window, model_work
 from toolkit.training.run import Run
 
 WARM_UP, TRACED = 3, 3  # steps: compiling, first allocations; and those under torch's profiler, which slows them
+LONG_STEP = 2.0  # seconds; one of them is traced where there is one rank: reading a trace takes as long as its steps
 LEAST_STEPS = 3  # that are timed
 PHASES = ("data", "sampling", "scoring", "forward", "backward", "clipping", "optimizer", "other")
 # Public functions that a loop calls itself, and the phase that each is.
@@ -92,8 +93,9 @@ class Profile:
 
 
 def profile(
-    main: Callable[[Any], Any], config: Settings, steps: int = 10, trace: Path | None = None, memory: Path | None = None
-) -> Profile:
+    main: Callable[[Any], Any], config: Settings, steps: int = 10, trace: Path | None = None, memory: Path | None = None,
+    step_done: Callable[[int], object] = lambda number: None,
+) -> Profile:  # fmt: skip
     """Train a recipe for WARM_UP + steps + TRACED steps in a temporary directory and time their parts, then save a checkpoint.
 
     Where this process is one of several ranks, each of them calls it, and each returns the profile of all.
@@ -102,13 +104,14 @@ def profile(
     Args:
         trace: a file for a Chrome trace of the traced steps.
         memory: a file for a snapshot of CUDA's allocator (https://pytorch.org/memory_viz).
+        step_done: is called after each of the first WARM_UP + steps, with its number.
 
     Raises:
         Refusal: the recipe refuses its settings or data, or its data end before that many steps.
     """
     if trains_a_teacher(values_of(config)):
         raise Refusal("--teacher: name one. Without it the recipe trains a teacher first, whose steps would be timed.")
-    timer, printed = _Timer(steps, trace, memory, values_of(config)), io.StringIO()
+    timer, printed = _Timer(steps, trace, memory, values_of(config), step_done), io.StringIO()
     forget_accelerator()
     with ended_by_signals(), never_evaluated(), temporary_folder("profile") as folder, _timed(timer):
         values = values_of(config)
@@ -122,11 +125,11 @@ def profile(
             timer.close()
             forget_accelerator()
     if not timer.measured:
-        fewer = timer.begun + 1 - WARM_UP - TRACED  # of steps that are counted from 0
+        fewer = timer.begun + 1 - WARM_UP - timer.traced  # of steps that are counted from 0
         what_helps = f"Take --steps {fewer}, or a" if fewer >= LEAST_STEPS else "Give it more data, or a"
         raise Refusal(
-            f"the run ended before {WARM_UP + steps + TRACED} steps, which a profile of {steps} needs. {what_helps} larger "
-            "--max-steps."
+            f"the run ended before {WARM_UP + steps + timer.traced} steps, which a profile of {steps} needs. {what_helps} "
+            "larger --max-steps."
         )
     found = profile_of(timer.measured, timer.device, timer.engine, timer.exchanged)
     return dataclasses.replace(found, saving=timer.saving, not_saved=timer.not_saved)
@@ -148,8 +151,12 @@ def profile_of(ranks: list[RankTimes], device: str, engine: str = "", exchanged:
 class _Timer:
     """A stopwatch whose time goes to one phase at a time."""
 
-    def __init__(self, count: int, trace: Path | None, memory: Path | None, settings: Mapping[str, Any]) -> None:
-        self.count, self.trace, self.memory, self.settings = count, trace, memory, settings
+    def __init__(
+        self, count: int, trace: Path | None, memory: Path | None, settings: Mapping[str, Any],
+        step_done: Callable[[int], object],
+    ) -> None:  # fmt: skip
+        self.count, self.trace, self.memory, self.settings, self.step_done = count, trace, memory, settings, step_done
+        self.traced = TRACED
         self.run: Run | None = None
         self.saving: Saving | None = None
         self.not_saved = "the recipe saves with code of its own"
@@ -187,6 +194,9 @@ class _Timer:
         if WARM_UP < number <= WARM_UP + self.count:
             self.steps.append(self._now)
         self._now, self.begun = defaultdict(float), number
+        if 0 < number <= WARM_UP + self.count:
+            self.step_done(number)
+            self._since = time.perf_counter()  # what that took is no part of a step
         if number == WARM_UP + self.count:
             if self.memory is not None and torch.cuda.is_available():
                 record_gpu_memory()
@@ -194,8 +204,10 @@ class _Timer:
             activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.__enter__()
-            from_all_ranks(None)  # which starts later on one rank than on another
-        elif number == WARM_UP + self.count + TRACED:
+            ranks = from_all_ranks(None)  # on one of which it starts later than on another
+            if len(ranks) == 1 and statistics.median(sum(step.values()) for step in self.steps) > LONG_STEP:
+                self.traced = 1
+        elif number == WARM_UP + self.count + self.traced:
             self.measured = from_all_ranks(self._close_and_read())  # here, where the ranks still have their group
             self._save()
             raise _Enough
@@ -227,7 +239,7 @@ class _Timer:
         totals = [(e.key, e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count) for e in averages]
         whole = sum(each for _, each, _ in totals) or 1.0
         named = sorted(totals, key=lambda each: -each[1])[:8]
-        operations = [(name, each / whole, count / TRACED) for name, each, count in named if each]
+        operations = [(name, each / whole, count / self.traced) for name, each, count in named if each]
         if self.trace is not None:
             profiler.export_chrome_trace(str(self.trace))
         if self.memory is not None and on_gpu:
@@ -238,7 +250,7 @@ class _Timer:
         return RankTimes(
             medians, traced_steps(profiler.events(), self._marks, on_gpu), operations, self.padding,
             statistics.median(speed) if speed else None, statistics.median(mfu) if mfu else None,
-            1e-6 * whole / TRACED if on_gpu and totals else None,  # no kernels of a run on the CPU
+            1e-6 * whole / self.traced if on_gpu and totals else None,  # no kernels of a run on the CPU
         )  # fmt: skip
 
     def _switch(self, phase: str) -> None:
@@ -289,7 +301,7 @@ def _batches(timer: _Timer, original: Callable[..., Iterator[Batch]], *values: A
     while True:
         with timer.during("data"):
             batch = next(batches, None)
-        if batch is None and number < WARM_UP + timer.count + TRACED:
+        if batch is None and number < WARM_UP + timer.count + timer.traced:
             return
         timer.begin_step(number)
         number += 1

@@ -12,6 +12,7 @@ from toolkit.config import Refusal
 from toolkit.config.json_and_yaml import parse_json, read_text_file
 from toolkit.system.console import one_line
 from toolkit.system.json_lines import read_lines
+from toolkit.system.progress import with_progress
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,7 @@ def weights_difference(one: Path, other: Path) -> tuple[int, TensorDifference | 
     ours, theirs = _places_of_tensors(one), _places_of_tensors(other)
     first, count, differing = None, 0, 0
     names = sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("optimizer "), _in_numbers(name)))
-    for name in names:
+    for name in with_progress(names, "Comparing", "tensors", len(names), lambda _: 1):
         a, b = (_read_tensor(*places[name]) if name in places else None for places in (ours, theirs))
         count += 1
         if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from toolkit.system.console import say
+from toolkit.system.console import write
 from toolkit.system.numbers import show_time
 
 LOG_SECONDS = 60.0  # between two lines of a log; work that is done before the first has none
@@ -19,14 +19,18 @@ Item = TypeVar("Item")
 
 @contextmanager
 def progress(work: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
-    """What to call with how many more are done; `unit` is rows, or B for bytes. Shows the rate and, with a total, an ETA."""
+    """What to call with how many more are done; `unit` is rows, or B for bytes. Shows the rate and, with a total, an ETA.
+
+    It is shown on the standard error of its beginning, wherever that of the work goes.
+    """
     from tqdm.auto import tqdm
 
     space = "" if unit == "B" else " "
     with tqdm(
         total=total, desc=work, unit=space + unit, unit_scale=unit == "B", disable=None, leave=False, delay=BAR_SECONDS
     ) as bar:
-        if sys.stderr.isatty():
+        screen = sys.stderr
+        if screen.isatty():
             yield bar.update
             return
         started = shown = time.monotonic()
@@ -37,7 +41,7 @@ def progress(work: str, unit: str, total: int | None = None) -> Iterator[Callabl
             done += count
             if (now := time.monotonic()) - shown >= LOG_SECONDS:
                 shown = now
-                say(f"{work}: {_amounts(done, total, unit, done / (now - started))}", error=True)
+                write(f"{work}: {_amounts(done, total, unit, done / (now - started))}\n", screen)
 
         yield add
 
