@@ -90,6 +90,7 @@ def test_a_stream_killed_in_a_later_epoch_goes_on_exactly(tiny, tally, chance, c
     flags = [*STREAM, *(["--packing"] if packing else [])]
     line = tally("F3", f"stream killed in epoch 2 or later, resumed{', packing' if packing else ''}")
     whole = tiny.reference(*flags, plan=WINDOWS)
+    assert all(0 < event["data_wait"] < 1 for event in whole.metrics if "loss" in event)
     for _ in range(count(1, 15)):
         tiny.fresh()
         step = chance.randrange(16, 40)

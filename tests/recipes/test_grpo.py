@@ -54,7 +54,7 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe: Any, rows
     flags = [*SMALL, *HARD, "--max-steps", "8", "--save-strategy", "no"]
     whole = run_recipe("grpo", *flags, output_dir="whole")
     assert whole.code == 0, whole.err
-    assert {"reward", "reward_std", "reward_digits", "groups_without_spread", "completion_length", "truncated", "kl", "entropy"} <= {
+    assert {"reward", "reward_std", "reward_digits", "groups_without_spread", "completion_length", "truncated", "kl", "entropy", "data_wait"} <= {
         *next(event for event in whole.metrics if "loss" in event)
     }
     assert whole.summary["eval_reward"] >= 0

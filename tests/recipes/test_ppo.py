@@ -25,7 +25,7 @@ HARD = [
 ]  # fmt: skip
 WATCHED = {
     "reward", "reward_digits", "kl", "approx_kl", "entropy", "policy_loss", "value_loss", "explained_variance", "clip_ratio_low",
-    "clip_ratio_high", "value_clip_ratio", "value", "value_target", "completion_length", "truncated",
+    "clip_ratio_high", "value_clip_ratio", "value", "value_target", "completion_length", "truncated", "data_wait",
 }  # fmt: skip
 
 

@@ -62,6 +62,7 @@ def check_what_it_writes(run, recipe: str, steps: int) -> None:
     events = [event for event in run.metrics if "loss" in event]
     assert [event["step"] for event in events] == list(range(1, steps + 1))
     assert {"step", "epoch", "examples", "time", "loss", "grad_norm", "learning_rate"} <= events[0].keys()
+    assert all(0 < event["data_wait"] < 1 for event in events)
     assert run.summary["eval_loss"] > 0
     changed = run.out.split("settings that differ from the defaults")[1]
     assert "gradient_accumulation_steps" in changed.split("\n\n")[0]

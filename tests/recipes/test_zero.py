@@ -55,6 +55,7 @@ def test_a_group_of_one_rank_trains_as_accelerated_does(run_recipe: Any) -> None
         found, expected = ([event[name] for event in run.metrics if name in event] for run in (zero, plain))
         assert len(expected) > 0
         assert found == pytest.approx(expected, rel=1e-4)
+    assert all(0 < event["data_wait"] < 1 for event in zero.metrics if "loss" in event)
     assert "held (ZeRO-2)" in zero.out
 
 
