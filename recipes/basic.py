@@ -118,6 +118,7 @@ def main(config: Config) -> tk.Summary:
             last, end = step == train.num_steps, batch.position + batch.size
             epoch = end / (train.epoch_size or end)
             where = {"step": step, "epoch": epoch, "examples": end, "time": time.monotonic() - started}
+            summary.metrics["steps"] = step
             if step % config.logging_steps == 0 or last:
                 values = {"loss": loss, "grad_norm": norm.item(), "learning_rate": rate}
                 append_line(output_dir / "metrics.jsonl", {**where, **values, "data_wait": waited / seconds})
