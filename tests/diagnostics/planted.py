@@ -297,6 +297,9 @@ MISTAKES: dict[str, Mistake] = {
     "labels of documents turned round": (
         "reranker", [("    train, evaluation =", _CHANGED.format("labels", "1 - values"))], [], "direction", None,
     ),
+    "labels of documents turned round, each by itself": (
+        "reranker", [("    train, evaluation =", _CHANGED.format("labels", "1 - values"))], ["--ranking-loss", "bce"], "direction", None,
+    ),
     "the sign of the advantages": (
         "grpo", [('completions["advantages"], completions["mask"]', '-completions["advantages"], completions["mask"]')], [], "direction",
         "tk.rollout_logps(",
@@ -304,6 +307,60 @@ MISTAKES: dict[str, Mistake] = {
     "the sign of the advantages of tokens": (
         "ppo", [('completions["advantages"], completions["mask"]', '-completions["advantages"], completions["mask"]')], [], "direction",
         "tk.logps_and_values(",
+    ),
+    "desirable and undesirable answers made likelier alike": (
+        "kto", [("        return tk.unpaired_loss(", "        return (before - policy).sum() / totals['examples'], {}\n        return tk.unpaired_loss(")],
+        [], "direction", "return tk.answer_logps(",
+    ),
+    "the sign of the scores of choices": (
+        "multiple_choice", [("    loss_fn, metrics = tk.multiple_choice_loss, tk.multiple_choice_metrics\n", '''    metrics = tk.multiple_choice_metrics
+
+    def loss_fn(model, micro_batch, totals):
+        return -tk.multiple_choice_loss(model, micro_batch, totals)[0], {}
+
+''')], [], "direction", "return -tk.multiple_choice_loss(",
+    ),
+    "texts that belong together driven apart": (
+        "embedding", [("    files = tk.sentence_files(", "    right = loss\n    loss = lambda texts, rows: (-right(texts, rows)[0], {})\n    files = tk.sentence_files(")],
+        [], "direction", None,
+    ),
+    "texts taken for those of the next example": (
+        "embedding", [("    files = tk.sentence_files(", '''    import torch
+
+    def loss(texts, rows):
+        anchors, documents = (torch.nn.functional.normalize(each, dim=-1) for each in (texts.anchors, texts.documents))
+        others = (torch.arange(len(texts))[rows] + 1) % len(texts)
+        return torch.nn.functional.cross_entropy(anchors[rows] @ documents.T / config.temperature, others, reduction="sum"), {}
+
+    files = tk.sentence_files(''')], [], "direction", None,
+    ),
+    "a mean over the longest completion": (
+        "grpo", [("        return tk.policy_loss(", '''        gains = logps * completions["advantages"][:, None] * completions["mask"]
+        return -gains.mean(1).sum() / totals["completions"], {}
+        return tk.policy_loss(''')], [], "split", "tk.rollout_logps(",
+    ),
+    "a copy as reference, in training mode": (
+        "dpo", [("    def logps(model", "    import copy\n\n    import torch\n\n    first = copy.deepcopy(model)\n\n    def logps(model"),
+                ("        before = reference(model, pairs)\n", "        with torch.no_grad():\n            before = tk.pair_logps(first, pairs)\n")],
+        ["--dropout", "0.1"], "modes", "before = tk.pair_logps(",
+    ),
+    "a sigmoid before the cross-entropy of logits": (
+        "reranker", [("    model, optimizer = accelerator.prepare(", '''    def loss_fn(model, micro_batch, totals):
+        import torch
+        inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
+        scores = model(**inputs).logits.squeeze(-1).sigmoid()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, micro_batch["labels"], reduction="sum")
+        return loss / totals["documents"], {}
+
+    model, optimizer = accelerator.prepare(''')], [], "overfit", "binary_cross_entropy_with_logits(",
+    ),
+    "targets shifted twice in the loss": (
+        "seq2seq", [("    loss_fn = partial(tk.seq2seq_loss, label_smoothing_factor=config.label_smoothing_factor)\n", '''
+    def loss_fn(model, micro_batch, totals):
+        micro_batch.pop("supervised_positions")
+        return tk.causal_lm_loss(model, micro_batch, totals)
+
+''')], [], "shift", "return tk.causal_lm_loss(",
     ),
     "a loss at another temperature than sampling": (
         "grpo", [("tk.rollout_logps(model, completions, config.temperature, config.entropy_coef > 0)", "tk.rollout_logps(model, completions)")],

@@ -70,6 +70,74 @@ def test_a_planted_mistake_is_found_at_its_line(name: str, tmp_path: Path) -> No
         assert any(line in each for each in named), named
 
 
+# Own losses and loops that are right: recipe, a line of it and what is there instead, check.
+_OF_LISTS = "    model, optimizer = accelerator.prepare("
+_RIGHT: dict[str, tuple[str, str, str, str]] = {
+    "squared errors of scaled labels": (
+        "reranker", _OF_LISTS, '''    def loss_fn(model, micro_batch, totals):
+        scores = model(**{name: micro_batch[name] for name in ("input_ids", "attention_mask")}).logits.squeeze(-1)
+        return (scores - 4 * micro_batch["labels"]).square().sum() / totals["documents"], {}
+
+    model, optimizer = accelerator.prepare(''', "direction",
+    ),
+    "differences of scores alone": (
+        "multiple_choice", _OF_LISTS, '''    def loss_fn(model, micro_batch, totals):
+        from toolkit.losses.ranking import one_choice_a_row, score_lists
+        scores, wanted, choices = score_lists(one_choice_a_row(model), micro_batch)
+        right = (scores * wanted).sum(-1, keepdim=True)
+        return ((1 - right + scores).relu() * choices * (wanted == 0)).sum() / totals["examples"], {}
+
+    model, optimizer = accelerator.prepare(''', "trained",
+    ),
+    "a cosine by hand": (
+        "sft", "            rates = schedule(run.progress, run.objective)\n", '''            import math
+            rates = [config.learning_rate * (1 + math.cos(math.pi * run.progress)) / 2 for _ in optimizer.param_groups]
+''', "rates",
+    ),
+    "a first layer that is frozen": (
+        "sft", "    collate = tk.collate_packed", "    model.model.embed_tokens.requires_grad_(False)\n    model.model.layers[0].requires_grad_(False)\n    collate = tk.collate_packed",
+        "overfit",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _RIGHT)
+def test_what_is_right_in_another_way_is_not_accused(name: str, tmp_path: Path) -> None:
+    """Fails when, by row: labels are counted from 1/2 and not from the mean of their list; a bias of 0 gradient counts as unreached; rates
+    are compared with a schedule that the recipe never asks; a loss must fall by 30%."""
+    recipe, old, new, check = _RIGHT[name]
+    copy = planted.copy_with((recipe, [(old, new)], [], check, None), tmp_path)
+    code, report = doctor(str(copy), "--only", check)
+    assert (code, report["findings"]) == (0, [])
+    assert report["checks"][-1]["state"] == "ok"
+
+
+def test_weights_that_make_up_for_unequal_numbers_are_right(tmp_path: Path) -> None:
+    """One answer of four is desirable and counts for more than the three others. Fails when: what changes all answers alike counts in a direction."""
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n + 1}.", "label": n % 4 == 0} for n in range(80)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, report = doctor("kto", "--dataset", str(tmp_path / "rows.jsonl"), "--desirable-weight", "20", "--only", "direction")
+    assert (code, report["findings"]) == (0, [])
+    assert report["checks"][-1]["state"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("losses", "unchanged", "accused", "said"),
+    [
+        ([2.077] * 5 + [1.994] * 55, 0.0, False, ""),  # --ranking-loss listnet: the entropy of its targets is left
+        ([1.39] * 30 + [1.38] * 30, 0.0, True, "sign"),
+        ([0.6931472] * 59 + [0.6931471], 0.0, True, "reference"),
+        ([0.6931472] * 60, 1.0, True, "sign"),
+    ],
+)
+def test_a_loss_that_comes_down_to_its_own_least_is_learned(losses: list[float], unchanged: float, accused: bool, said: str) -> None:
+    """Fails when: a loss must come near 0; or a constant loss is put down to a reference where no weight has changed."""
+    update = Update([1e-3], {"w": torch.ones(2)}, {}, None, 1, "", unchanged=unchanged)
+    findings = check_overfit(Record(events=[{"loss": loss} for loss in losses], updates=[update])).findings
+    assert bool(findings) is accused
+    assert all(said in finding.change for finding in findings)
+
+
 def test_training_in_evaluation_mode_from_the_first_step_on_is_not_put_down_to_an_evaluation(tmp_path: Path) -> None:
     """Fails when: what is to change is the same as where an evaluation left the mode on."""
     mistake = ("accelerated", [("        for batch in run:\n", "        model.eval()\n        for batch in run:\n")], [], "modes", None)
@@ -185,7 +253,8 @@ def test_no_recipe_of_the_toolkit_is_accused(recipe: str, tmp_path: Path, monkey
     ("recipe", "flags"),
     [
         ("sft", "--no-packing --no-completion-only-loss"), ("sft", "--dtype bfloat16 --learning-rate 0.01"),
-        ("dpo", "--loss-type ipo --use-peft"), ("lora", "--use-dora --model tiny-qwen3"), ("grpo", "--loss-type dr_grpo"),
+        ("dpo", "--loss-type ipo --use-peft"), ("dpo", "--label-smoothing 0.3"), ("dpo", "--loss-type discopop"),
+        ("reranker", "--ranking-loss listnet"), ("lora", "--use-dora --model tiny-qwen3"), ("grpo", "--loss-type dr_grpo"),
         ("token_classification", "--weight-decay 0.1 --max-grad-norm 0.1 --optim sgd --learning-rate 0.1"),
     ],
 )  # fmt: skip
@@ -338,6 +407,12 @@ def test_a_classifier_without_a_teacher_gets_one_of_the_datas_classes(tmp_path: 
     assert read.label2id == tk.label_settings(tk.load_splits(config), config)["label2id"]
 
 
+def test_a_teacher_that_is_made_up_is_not_the_student() -> None:
+    """A student of the same shape. Fails when: both are drawn from one seed, so that there is nothing to learn."""
+    code, report = doctor("distill_classifier", "--match-layers", "none", "--cross-entropy-share", "0", "--only", "overfit")
+    assert (code, report["findings"]) == (0, [])
+
+
 def test_a_refusal_of_a_model_names_the_one_that_was_given(tmp_path: Path) -> None:
     """Fails when: it names the small copy in the temporary directory."""
     model, script = write_classifier(tmp_path / "model"), tmp_path / "refusing.py"
@@ -362,6 +437,9 @@ def test_a_frozen_head_can_be_learned_with(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     code, report = doctor("lora", "--model", str(tmp_path), "--only", "overfit", "--only", "start", "--only", "tokenizer")
     assert (code, report["findings"]) == (0, [])
+    note = next(each["note"] for each in report["checks"] if each["check"] == "overfit")
+    first, last = (float(part.split()[-1]) for part in note.split(", after"))
+    assert last < 0.7 * first
 
 
 @pytest.mark.slow

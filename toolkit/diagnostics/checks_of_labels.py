@@ -221,6 +221,8 @@ def _check_decoder_shift(record: Record) -> Outcome:
         what = f"The decoder is shown the tokens that it is to write ({same / seen:.0%} of them)."
         change = "Shift its inputs to the right by one, from the model's decoder_start_token_id, as tk.collate_seq2seq does."
         return found(note, Finding("shift", what, change, made[0].where))
+    if (twice := _shifted_twice(record, made)) is not None:
+        return found(note, twice)
     start = decoder_start(record.model) if record.model is not None else None  # None: each target has its own
     firsts = {int(first) for each in made for first in each.tensors["decoder_input_ids"][:, 0]}
     if start is not None and start not in firsts:
@@ -228,6 +230,27 @@ def _check_decoder_shift(record: Record) -> Outcome:
         what = f"The decoder's inputs begin with {began} in training; the model begins to write behind {begins}."
         return found(note, Finding("shift", what, "Begin them with what tk.decoder_start(model) returns.", made[0].where))
     return found(note)
+
+
+def _shifted_twice(record: Record, made: Sequence[MadeBatch]) -> Finding | None:
+    """A target's last token is predicted at its own place: a decoder is causal, so only then a gradient comes from there."""
+    seen = used = 0
+    where = ""
+    for forward in record.of_model("train"):
+        ids, norms = forward.input_ids, forward.norms
+        each = next((m for m in made if m.tensors["decoder_input_ids"].data_ptr() == ids.data_ptr()), None)
+        if each is None or norms is None or norms.shape != each.tensors["labels"].shape:
+            continue
+        for row, labels in zip(norms, each.tensors["labels"], strict=True):
+            places = (labels != IGNORED).nonzero()[:, 0]
+            if len(places):
+                seen, where = seen + 1, where or forward.where
+                used += float(row[places[-1]]) > 1e-7 * float(row.max())
+    if used >= seen / 2:
+        return None
+    what = f"No gradient comes from the place of the last target ({seen - used} of {seen}): labels are shifted twice."
+    change = "Compare logits with labels as they are: a decoder's inputs are shifted already. tk.seq2seq_loss does."
+    return Finding("shift", what, change, where)
 
 
 def check_spans(record: Record) -> Outcome:

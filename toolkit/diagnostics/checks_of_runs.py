@@ -13,16 +13,19 @@ from torch import nn
 
 from toolkit.config import Settings
 from toolkit.config.reading import values_of
-from toolkit.diagnostics.checks_of_steps import distance, loss_place
+from toolkit.diagnostics.checks_of_steps import distance, loss_place, norm_of
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record
-from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, has_learned, losses_of
+from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, losses_of
 from toolkit.system.console import first_line
 from toolkit.system.evaluation_mode import evaluation_mode
 
 SAME = 2e-4  # relative difference of metrics of the same weights
 AMPLIFIED = 300.0  # times by which metrics may differ more than weights do, which rounding and two updates have moved apart
 _OF_LOGPS = 2.5e-4  # of log-probabilities of answers: a reward, which is their difference, is as exact as one of this size
+# of the first loss. The least of a loss is not known: that of listnet, or of smoothed labels, is up to 12% below the first.
+_LEARNED = 0.02
+_CONSTANT = 1e-6  # likewise: the rounding of a loss that never changes
 _NO_METRIC = ("second", "time", "memory", "examples")
 _OF_CLASSES = ("classification", "token_classification")
 
@@ -148,11 +151,22 @@ def check_overfit(record: Record) -> Outcome:
     note = f"loss {first:.4g}, after {len(losses)} steps {last:.4g}"
     if rate < 1e-3:
         return skipped(f"{note}; the recipe's own rate of {rate:.1e} is too low to tell")
-    if has_learned(losses, record.task):
+    of_sigmoids = next((place for place, within in record.within_0_and_1.items() if within), None)
+    if of_sigmoids is not None:
+        what = "binary_cross_entropy_with_logits is given probabilities, and takes their sigmoid: it is never near 0."
+        return found(note, Finding("overfit", what, "Pass it the model's logits, without a sigmoid.", of_sigmoids))
+    if first - last > _LEARNED * abs(first):
         return found(note)
     what = (
         f"After {len(losses)} steps on the same 8 examples the loss is {last:.4g} of {first:.4g}: too little is learned."
     )
+    update = record.updates[-1]
+    if max(losses) - min(losses) <= _CONSTANT * abs(first) and norm_of(update.gradients) and update.unchanged < 0.5:
+        change = (
+            "The weights change, and it does not: a reference that is the model itself, as it is now, makes a loss constant. "
+            "Take the reference of tk.build_reference, or a copy that nothing trains; of an adapter the model with it off."
+        )
+        return found(note, Finding("overfit", what, change, loss_place(record)))
     change = (
         "Look at the findings above. Else: the sign of the loss, labels that belong to other rows, numbers to predict that are "
         f"far larger than 1, updates that are not applied, or a rate (here at most {rate:.1e}) that is too low for so few "

@@ -97,7 +97,8 @@ def check_rates(record: Record, config: Settings) -> Outcome:
         )
         change = "Step it once, after optimizer.step(): outside of the loop over micro-batches."
         findings.append(Finding("rates", what, change, often.schedule_where))
-    if record.optimizer is record.built and record.schedule is not None:
+    is_constant = all(update.rates == record.updates[0].rates for update in record.updates)
+    if record.optimizer is record.built and record.schedule is not None and (record.asks_schedule or is_constant):
         off = first_other_rate(record)
         if values_of(config).get("lr_scheduler_type", "") == "reduce_lr_on_plateau":
             return found("rates of reduce_lr_on_plateau depend on evaluations and are not compared", *findings)
@@ -160,7 +161,7 @@ def check_trained(record: Record, after: Gradients) -> Outcome:
     silent = [
         name for name, p in named.items()
         if p.requires_grad and id(p) in held and "experts" not in name
-        and not any(bool((update.unclipped.get(name, torch.zeros(1)) != 0).any()) for update in record.updates)
+        and not any(_is_reached(update.unclipped.get(name)) for update in record.updates)
     ]  # fmt: skip
     moved = [name for name, before in record.frozen_before.items() if not torch.equal(before, after[name])]
     frozen_adapter = [name for name, p in named.items() if "lora_" in name and not p.requires_grad]
@@ -177,6 +178,11 @@ def check_trained(record: Record, after: Gradients) -> Outcome:
     ]  # fmt: skip
     count = sum(p.numel() for p in named.values() if p.requires_grad)
     return found(f"{count:,} of {sum(p.numel() for p in named.values()):,} parameters are trained", *findings)
+
+
+def _is_reached(gradient: torch.Tensor | None) -> bool:
+    """A loss of differences of scores gives their bias, one number, a gradient of 0."""
+    return gradient is not None and (gradient.numel() == 1 or bool((gradient != 0).any()))
 
 
 def check_decay(record: Record, config: Settings) -> Outcome:

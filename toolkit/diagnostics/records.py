@@ -89,12 +89,14 @@ class Record:
     optimizer: torch.optim.Optimizer | None = None
     optimizer_where: str = ""
     schedule: Callable[..., list[float]] | None = None
+    asks_schedule: bool = False  # else the recipe may have a curve of its own
     built: Any = None  # the optimizer that tk.build_optimizer made
     alone: list[tuple[float, int, str]] = field(default_factory=list)  # error, documents, place of the loss function
     loss_types: set[torch.dtype] = field(default_factory=set)
     frozen_before: Gradients = field(default_factory=dict)
     counted: list[tuple[int, int, str]] = field(default_factory=list)  # cross_entropy in the recipe: targets, labels, place
     of_probabilities: str = ""  # where cross_entropy was given probabilities in place of logits
+    within_0_and_1: dict[str, bool] = field(default_factory=dict)  # what binary_cross_entropy_with_logits was given, by place
     written_at: str = ""  # where the recipe itself changes the trained model's parameters
     events: list[dict[str, Any]] = field(default_factory=list)
     samples_policy: bool = False

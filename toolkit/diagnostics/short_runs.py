@@ -30,7 +30,7 @@ from toolkit.training.signals import STOPPING
 
 STEPS = 6  # of the run as it is configured
 LEARNING_STEPS, LEAST_STEPS = 60, 10  # on eight examples, until they are learned
-_LEARNED = 0.7  # of the first loss, that is left then
+_LEARNED = 0.7  # of the first loss, that is left when the run ends before that
 _LEARNED_OF_MASKS = 0.95  # likewise, where other tokens are hidden in each step: an adapter learns little of them by heart
 EVAL_BATCH = 16  # examples; the last batch is about half as large
 _EIGHT = {"per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
@@ -98,7 +98,7 @@ def losses_of(events: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def has_learned(losses: Sequence[float], task: str) -> bool:
-    """Whether the loss of a run on the same examples has come down, by the mean of the last five steps."""
+    """Whether the loss of a run on the same examples has come down far enough to end it, by the mean of the last five steps."""
     share = _LEARNED_OF_MASKS if task in ("masked_lm", "diffusion") else _LEARNED
     return len(losses) >= LEAST_STEPS and sum(losses[-5:]) / 5 < losses[0] - (1 - share) * abs(losses[0])
 

@@ -116,7 +116,8 @@ def with_small_teacher(config: AnyConfig, folder: Path) -> AnyConfig:
         rows = load_splits(cast(DataConfig, shortened(config, folder, {})))
         labels = label_settings(rows, cast(ClassificationConfig, config))
         shape, auto_class = "tiny-bert", "AutoModelForSequenceClassification"
-    small = ModelConfig(model=shape, num_attention_heads=4, **_NARROW)
+    other = cast(ModelConfig, config).seed + 1  # else a teacher of the student's shape would be the student
+    small = ModelConfig(model=shape, num_attention_heads=4, seed=other, **_NARROW)
     load_model(auto_class, small, tokenizer, **labels).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     changes: dict[str, Any] = {"teacher": str(folder)}

@@ -59,6 +59,9 @@ class Watch:
         self._undo.attribute(torch.optim.Optimizer, "__init__", functools.partial(wrappers.made_optimizer, self))
         self._undo.attribute(torch.nn.utils, "clip_grad_norm_", functools.partial(wrappers.clipped, self))
         self._undo.attribute(torch.nn.functional, "cross_entropy", functools.partial(wrappers.cross_entropy, self))
+        self._undo.attribute(
+            torch.nn.functional, "binary_cross_entropy_with_logits", functools.partial(wrappers.binary_cross_entropy, self)
+        )
         for name in wrappers.WRITES:
             self._undo.attribute(torch.Tensor, name, functools.partial(wrappers.written, self))
         for name in WRITES_OF_MANY:
@@ -70,6 +73,10 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        """A copy of a model, such as a recipe's own reference, has its hooks: it is watched by the same watch."""
+        return self
 
     def start(self, *, without_dropout: bool, compares_gradients: bool) -> Record:
         """Begin the record of another run."""

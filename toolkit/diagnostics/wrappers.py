@@ -96,8 +96,14 @@ def collated(watch: Watch, collate: Callable[[Documents], dict[str, Any]], docum
 
 def built_optimizer(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
     optimizer, schedule = original(*values, **named)
-    watch.record.built, watch.record.schedule = optimizer, schedule
-    return optimizer, schedule
+    record = watch.record
+    record.built, record.schedule = optimizer, schedule
+
+    def asked(*values: Any, **named: Any) -> list[float]:
+        record.asks_schedule = True
+        return schedule(*values, **named)
+
+    return optimizer, asked
 
 
 def made_optimizer(
@@ -203,6 +209,16 @@ def cross_entropy(watch: Watch, original: Callable[..., Any], *values: Any, **na
     return original(*values, **named)
 
 
+def binary_cross_entropy(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Called in a training step: whether what it is given ever was below 0 or above 1, as logits of what is learned are."""
+    if watch.kind == "train" and torch.is_grad_enabled():
+        logits = (values[0] if values else named["input"]).detach()
+        place = watch.place()
+        within = bool(((logits >= 0) & (logits <= 1)).all())
+        watch.record.within_0_and_1[place] = within and watch.record.within_0_and_1.get(place, True)
+    return original(*values, **named)
+
+
 def _are_probabilities(logits: torch.Tensor) -> bool:
     """Whether the classes' numbers add up to 1 everywhere, and none is negative."""
     if logits.dim() < 2 or logits.numel() == 0:
@@ -230,10 +246,18 @@ def saw_spans(watch: Watch, module: nn.Module, inputs: Any, output: Any) -> None
 
 
 def scored(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
-    """Random models all get one reward; for a gradient each completion gets a number that is made of its tokens."""
+    """Random models all get one reward; for a gradient each completion gets a number that is made of its tokens.
+
+    Nor do they end: completions are cut to unequal lengths, which a loss must be right for.
+    """
     rollouts = original(*values, **named)
     watch.record.samples_policy = True
     for rollout in rollouts:
+        if rollout.messages is None:
+            size = max(1, len(rollout.completion_ids) - (rollout.prompt + rollout.index) % 3)
+            for name in ("completion_ids", "logps", "kept", "written"):
+                if (of_tokens := getattr(rollout, name)) is not None:
+                    setattr(rollout, name, of_tokens[:size])
         rollout.reward = (sum((i + 1) * token for i, token in enumerate(rollout.completion_ids)) % 7) / 7
         rollout.rewards = dict.fromkeys(rollout.rewards, rollout.reward)
     if not watch.record.updates:

@@ -232,7 +232,7 @@ multiple_choice_metrics = Metrics(update=_update, finalize=_finalize)
 
 def _losses_and_hits(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """`[questions]`: the loss of each, and 1 where the right choice is above all others; a tie is wrong."""
-    scores, labels, is_choice = score_lists(_one_choice_a_row(model), micro_batch)
+    scores, labels, is_choice = score_lists(one_choice_a_row(model), micro_batch)
     is_right = labels == 1
     logs = scores.masked_fill(~is_choice, -math.inf).log_softmax(-1)
     others = scores.masked_fill(~is_choice | is_right, -math.inf).amax(-1)
@@ -240,6 +240,6 @@ def _losses_and_hits(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.T
     return -logs.masked_fill(~is_right, 0.0).sum(-1), (of_right > others).to(scores.dtype)
 
 
-def _one_choice_a_row(model: nn.Module) -> Callable[..., Any]:
+def one_choice_a_row(model: nn.Module) -> Callable[..., Any]:
     """The model as one that scores rows: it takes `[questions, choices, length]`, and questions need not have equally many."""
     return lambda **inputs: model(**{name: values[:, None] for name, values in inputs.items()})
