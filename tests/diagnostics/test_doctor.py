@@ -18,7 +18,8 @@ from toolkit.cli.main import app
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal
 from toolkit.diagnostics.checks_of_data import check_padding, check_tokens
-from toolkit.diagnostics.checks_of_labels import check_masks, check_stops
+from toolkit.diagnostics.checks_of_ends import check_stops
+from toolkit.diagnostics.checks_of_labels import check_masks
 from toolkit.diagnostics.checks_of_runs import check_evaluation, check_overfit
 from toolkit.diagnostics.checks_of_steps import check_alone, check_split
 from toolkit.diagnostics.findings import CHECKS

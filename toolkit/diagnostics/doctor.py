@@ -12,7 +12,8 @@ from typing import Any
 from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_tokenizer, check_tokens
-from toolkit.diagnostics.checks_of_labels import check_ends, check_masks, check_shift, check_spans, check_stops
+from toolkit.diagnostics.checks_of_ends import check_ends, check_stops
+from toolkit.diagnostics.checks_of_labels import check_masks, check_shift, check_spans
 from toolkit.diagnostics.checks_of_runs import (
     check_evaluation,
     check_finite,
