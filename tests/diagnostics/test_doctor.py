@@ -19,9 +19,9 @@ from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal
 from toolkit.diagnostics.checks_of_data import check_padding, check_tokens
 from toolkit.diagnostics.checks_of_ends import check_stops
+from toolkit.diagnostics.checks_of_gradients import check_alone, check_split
 from toolkit.diagnostics.checks_of_labels import check_masks
 from toolkit.diagnostics.checks_of_runs import check_evaluation, check_overfit
-from toolkit.diagnostics.checks_of_steps import check_alone, check_split
 from toolkit.diagnostics.findings import CHECKS
 from toolkit.diagnostics.records import MadeBatch, Record, Update
 from toolkit.diagnostics.small import with_small_model, with_small_teacher

@@ -13,7 +13,7 @@ from torch import nn
 
 from toolkit.config import Settings
 from toolkit.config.reading import values_of
-from toolkit.diagnostics.checks_of_steps import distance, loss_place, norm_of
+from toolkit.diagnostics.checks_of_gradients import distance, loss_place, norm_of
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record
 from toolkit.diagnostics.short_runs import EVAL_BATCH, LEAST_STEPS, losses_of

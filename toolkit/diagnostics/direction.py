@@ -13,7 +13,7 @@ from toolkit.config.reading import values_of
 from toolkit.data.loading.collate_groups import collate_lists, collate_text_groups
 from toolkit.data.loading.collate_pairs import collate_answers, collate_pairs
 from toolkit.diagnostics.alone import gradient_of
-from toolkit.diagnostics.checks_of_steps import loss_place
+from toolkit.diagnostics.checks_of_gradients import loss_place
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.losses.answer_logps import answer_logps, pair_logps
 from toolkit.losses.ranking import one_choice_a_row, score_lists
