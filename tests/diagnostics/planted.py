@@ -103,6 +103,7 @@ MISTAKES: dict[str, Mistake] = {
             'micro_batch["labels"][micro_batch["labels"] == tokenizer.convert_tokens_to_ids("<|im_end|>")] = -100'))],
         ["--no-packing"], "ends", "def collate",
     ),
+    "nothing hidden in the evaluation": ("masked_lm", [(", augment_evaluation=masks", "")], [], "masks", None),
     "nothing hidden": ("masked_lm", [(", augment=masks, augment_evaluation=masks", "")], [], "masks", None),
     "padding supervised": (
         "sft", [(_SFT_COLLATE, own_collate('micro_batch["labels"][micro_batch["attention_mask"] == 0] = tokenizer.pad_token_id'))],

@@ -48,7 +48,8 @@ def check_masks(record: Record, config: Settings) -> Outcome:
         )
         findings.append(Finding("masks", what, change, where))
     elif record.task in HIDDEN:
-        findings += [_nothing_hidden(made), _ends_hidden(made, record)]
+        evaluated = [each for each in with_token_labels(record) if each.kind == "eval"]
+        findings += [_nothing_hidden(made), _nothing_hidden(evaluated, "augment_evaluation"), _ends_hidden(made, record)]
     elif record.task == "token_classification":
         findings.append(_labels_moved(made))
     elif record.task in CAUSAL and _has_prompts(record) and not _wants_prompts(config):
@@ -90,7 +91,7 @@ def _counted_in_loss(record: Record) -> Finding | None:
     return Finding("masks", what, "Take the labels of the micro-batch as targets, with ignore_index=-100.", off[2])
 
 
-def _nothing_hidden(made: Sequence[MadeBatch]) -> Finding | None:
+def _nothing_hidden(made: Sequence[MadeBatch], argument: str = "augment") -> Finding | None:
     seen = same = 0
     for each in made:
         labels, ids = each.tensors["labels"], each.tensors["input_ids"]
@@ -98,8 +99,9 @@ def _nothing_hidden(made: Sequence[MadeBatch]) -> Finding | None:
         same += int(((labels == ids) & (labels != IGNORED)).sum())
     if not seen or same / seen < 0.5:
         return None
-    what = f"{same / seen:.0%} of the tokens to be found are in the input as they are."
-    return Finding("masks", what, "Pass augment=tk.build_masks(tokenizer, config) to tk.build_dataloaders.")
+    where = " of the evaluation" if "evaluation" in argument else ""
+    what = f"{same / seen:.0%} of the tokens to be found are in the input{where} as they are."
+    return Finding("masks", what, f"Pass {argument}=tk.build_masks(tokenizer, config) to tk.build_dataloaders.")
 
 
 def _ends_hidden(made: Sequence[MadeBatch], record: Record) -> Finding | None:
