@@ -22,6 +22,7 @@ from toolkit.diagnostics.checks_of_ends import check_stops
 from toolkit.diagnostics.checks_of_gradients import check_alone, check_split
 from toolkit.diagnostics.checks_of_labels import check_masks
 from toolkit.diagnostics.checks_of_runs import check_evaluation, check_overfit
+from toolkit.diagnostics.direction import direction_of
 from toolkit.diagnostics.findings import CHECKS
 from toolkit.diagnostics.records import MadeBatch, Record, Update
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
@@ -319,6 +320,12 @@ def test_a_preference_loss_of_ones_own_is_not_held_against_an_even_guess(tmp_pat
     copy = planted.copy_with(("dpo", [(theirs, own)], [], "start", None), tmp_path)
     assert doctor(str(copy), "--only", "start")[0] == 0
     assert "ln 2 answers" in doctor("dpo", "--only", "start")[1]["checks"][-1]["note"]
+
+
+def test_an_update_without_a_gradient_has_no_direction() -> None:
+    """As of an optimizer that is stepped before the first backward. Fails when: it ends the run, whose other checks see nothing then."""
+    record = Record(task="preference", tokenizer=tk.load_tokenizer(tk.ModelConfig()), models=[torch.nn.Linear(1, 1)])
+    assert direction_of(record, [{}], {}) is None
 
 
 def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:

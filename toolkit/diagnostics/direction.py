@@ -100,7 +100,7 @@ def direction_of(record: Record, examples: Sequence[Any], gradients: Gradients) 
     left of the step.
     """
     model, padding = record.model, getattr(record.tokenizer, "pad_token_id", None)
-    if record.task not in _BY_TASK or model is None or padding is None or not examples:
+    if record.task not in _BY_TASK or model is None or padding is None or not examples or not gradients:
         return None
     named = {name: p for name, p in model.named_parameters() if name in gradients}
     made = torch.cat([gradients[name].flatten().double() for name in named])
