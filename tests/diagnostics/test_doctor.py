@@ -22,7 +22,7 @@ from toolkit.diagnostics.checks_of_ends import check_stops
 from toolkit.diagnostics.checks_of_gradients import check_alone, check_split
 from toolkit.diagnostics.checks_of_labels import check_masks
 from toolkit.diagnostics.checks_of_runs import check_evaluation, check_overfit
-from toolkit.diagnostics.direction import direction_of
+from toolkit.diagnostics.direction import check_direction, direction_of
 from toolkit.diagnostics.findings import CHECKS
 from toolkit.diagnostics.records import MadeBatch, Record, Update
 from toolkit.diagnostics.small import with_small_model, with_small_teacher
@@ -326,6 +326,13 @@ def test_an_update_without_a_gradient_has_no_direction() -> None:
     """As of an optimizer that is stepped before the first backward. Fails when: it ends the run, whose other checks see nothing then."""
     record = Record(task="preference", tokenizer=tk.load_tokenizer(tk.ModelConfig()), models=[torch.nn.Linear(1, 1)])
     assert direction_of(record, [{}], {}) is None
+
+
+@pytest.mark.parametrize(("server", "accused"), [(None, True), ("http://localhost:8000", False)])
+def test_a_server_that_samples_may_round_in_another_way(server: str | None, accused: bool) -> None:
+    """Fails when: its log-probabilities are to be those of the recipe's model."""
+    config = config_class_of_file(planted.RECIPES / "grpo.py")(rollout_server=server)
+    assert bool(check_direction(Record(off_sampled=[(0.1, "")]), config).findings) is accused
 
 
 def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def check_direction(record: Record, config: Settings) -> Outcome:
         change = "Give both kinds the sign of their own in the loss."
         findings.append(Finding("direction", what, change, loss_place(record)))
     off, where = max(record.off_sampled, default=(0.0, ""))
-    if off > SAMPLED:
+    if off > SAMPLED and not values_of(config).get("rollout_server"):  # whose arithmetic is another one
         what = f"Before the first update log-probabilities are up to {off:.2g} nats away from those of sampling, per token."
         change = "Take them at --temperature: tk.rollout_logps(model, completions, config.temperature)."
         findings.append(Finding("direction", what, change, where))

@@ -269,7 +269,7 @@ def policy_logps(watch: Watch, original: Callable[..., Any], *values: Any, **nam
     """Before the first update, with dropout off: how far they are from what sampling noted of the same weights."""
     made = original(*values, **named)
     completions = values[1] if len(values) > 1 else named["micro_batch"]
-    if watch.compares_gradients and not watch.record.updates and "sampled_logps" in completions:
+    if watch.compares_gradients and not watch.record.updates and {"sampled_logps", "mask"} <= completions.keys():
         away = (made[0].detach() - completions["sampled_logps"]) * completions["mask"]
         watch.record.off_sampled.append((float(away.abs().max()), watch.place()))
     return made
