@@ -92,9 +92,9 @@ def main(config: Config) -> tk.Summary:
 
     with claimed(config) as output_dir:
         write_run_card(output_dir / "run.json", None, config, model, train, optimizer)
-        waited, seconds, asked = 0.0, 0.0, time.monotonic()  # for batches and in all, since the last logged step
+        waited, seconds, began = 0.0, 0.0, time.monotonic()  # for batches and in all, since the last logged step
         for step, batch in enumerate(train.batches(), start=1):
-            waited += time.monotonic() - asked
+            waited += time.monotonic() - began
             for group, rate in zip(optimizer.param_groups, schedule(batch.position / train.examples_to_consume), strict=True):
                 group["lr"] = rate
             loss = 0.0
@@ -113,7 +113,7 @@ def main(config: Config) -> tk.Summary:
                 if skipped >= (1 if config.nonfinite == "stop" else config.max_nonfinite_steps):
                     raise Unstable(f"{skipped} step(s) in a row with a non-finite loss or gradient, the last of them {step}")
             warn(watch.after_step(loss, norm.item(), applied=not skipped))
-            seconds += time.monotonic() - asked
+            seconds += time.monotonic() - began
 
             last, end = step == train.num_steps, batch.position + batch.size
             epoch = end / (train.epoch_size or end)
@@ -132,7 +132,7 @@ def main(config: Config) -> tk.Summary:
                 show(step, values)
             if step % config.save_steps == 0:
                 tk.save_model(None, model, tokenizer, output_dir, summary, dtype=config.dtype)
-            asked = time.monotonic()
+            began = time.monotonic()
         warn(watch.after_last_step() + watch.of_metric("eval_loss", losses))
         tk.save_model(None, model, tokenizer, output_dir, summary, dtype=config.dtype)
         write_summary(output_dir, summary)
