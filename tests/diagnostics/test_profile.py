@@ -98,11 +98,11 @@ def test_sampling_and_rewards_are_not_the_loops(tmp_path: Path) -> None:
 def test_forward_passes_outside_of_train_step_are_no_time_of_the_loop(recipe: str, tmp_path: Path) -> None:
     """Of a loop of its own, of a pass without a graph before the step, and of an estimate; of the last two in the trace as well.
     Fails when: `enter` takes what comes before `backward` for the loop's own, or `_CALLED` lacks cache_gradients or estimate_kl."""
-    found = run(recipe, *SMALL, "--steps", "3", "--json", "--trace", "trace.json", cwd=tmp_path)
+    found = run(recipe, *SMALL, "--steps", "9", "--json", "--trace", "trace.json", cwd=tmp_path)  # a median that busy cores leave alone
     assert found.returncode == 0, found.stderr
     profile = json.loads(found.stdout)
     assert profile["seconds"]["forward"] > 0.2 * profile["step"]
-    assert profile["seconds"]["other"] < 0.25 * profile["step"]  # .02 to .05 on idle cores, .33 and more without what is looked at
+    assert profile["seconds"]["other"] < 0.1 * profile["step"]
     assert profile["seconds"]["clipping"] > 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     marked = {phase: sum(e["dur"] for e in events if re.fullmatch(rf"step \d+: {phase}", e["name"])) for phase in ("forward", "other")}
