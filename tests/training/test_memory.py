@@ -1,6 +1,5 @@
 """When the longest micro-batch is tried before the first step, and when so much is free that it need not be."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 import toolkit as tk
-from toolkit.system import free_memory
 from toolkit.training import memory
 
 SIZES: dict[str, Any] = {"vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
@@ -119,47 +117,3 @@ def test_a_model_that_says_nothing_of_its_size_is_tried() -> None:
     """Fails when: what is unknown counts as nothing."""
     assert memory.most_needed(torch.nn.Linear(2, 2), {"input_ids": torch.ones(2, 2)}) is None
     assert memory.most_needed(MODELS["llama"](), {"pixels": torch.ones(2, 2)}) is None
-
-
-VERSIONS = {  # of Linux's control groups: the line of /proc/self/cgroup, the folder, and the names in it
-    "v2": ("0::/slurm/job_7", "slurm/job_7", "memory.max", "memory.current", "inactive_file"),
-    "v1": (
-        "4:memory:/slurm/job_7", "memory/slurm/job_7", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_free_is_what_the_containers_and_the_ranks_of_the_machine_leave(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails when: the machine's memory counts in a job of 2 MB, or in a container of 1 MB around it; files that the kernel
-    would give up count as memory in use; each of two ranks takes all of it."""
-    line, group, most, used, of_files = VERSIONS[version]
-    job, container = tmp_path / "groups" / group, (tmp_path / "groups" / group).parent.parent
-    job.mkdir(parents=True)
-    (tmp_path / "cgroup").write_text(f"9:cpuset:/elsewhere\n{line}\n")
-    monkeypatch.setattr(free_memory, "_OF_PROCESS", tmp_path / "cgroup")
-    monkeypatch.setattr(free_memory, "_GROUPS", tmp_path / "groups")
-
-    def limit(folder: Path, bytes_: str, use: int) -> None:
-        (folder / most).write_text(f"{bytes_}\n")
-        (folder / used).write_text(f"{use}\n")
-        (folder / "memory.stat").write_text(f"anon 10\n{of_files} 300\n")
-
-    whole = free_memory.free_memory(torch.device("cpu"))
-    assert whole is not None
-    assert free_memory.container_limit() is None
-    limit(job, "max", 400)
-    assert free_memory.container_limit() is None
-    limit(job, str(2 * 10**6), 400)
-    assert free_memory.container_limit() == 2 * 10**6
-    assert free_memory.free_memory(torch.device("cpu")) == 2 * 10**6 - 100
-    limit(container, str(10**6), 500)
-    assert free_memory.container_limit() == 10**6
-    assert free_memory.free_memory(torch.device("cpu")) == 10**6 - 200
-    (tmp_path / "cgroup").unlink()  # as a container sees its own group
-    assert free_memory.container_limit() == 10**6
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert free_memory.free_memory(torch.device("cpu")) == 5 * 10**5 - 100
-    assert free_memory.free_memory(torch.device("mps")) is None

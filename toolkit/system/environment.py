@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from toolkit.system.control_groups import cores_of_groups
+
 PACKAGES = (
     "torch", "accelerate", "transformers", "datasets", "evaluate", "peft", "safetensors", "tokenizers", "huggingface_hub",
     "numpy", "pyarrow", "typer", "deepspeed", "bitsandbytes", "flash-attn", "triton", "torchao", "trl", "liger-kernel",
@@ -168,7 +170,8 @@ def git_commit(folder: Path) -> str | None:
 
 def usable_cores() -> int:
     """Cores that this process may run on; a container or a scheduler may allow it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(cores_of_groups() or cores)))
 
 
 def _gigabytes(size: int) -> str:

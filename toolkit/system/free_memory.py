@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
+
+from toolkit.system.control_groups import memory_of_groups
 
 if TYPE_CHECKING:
     import torch
-
-# Of both versions of Linux's control groups: where the groups are, their limit, their use, and what of it is files that
-# weren't read lately, which the kernel gives up before anything else.
-_VERSIONS = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-_GROUPS, _OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class OutOfMemory(Exception):
@@ -41,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def container_limit() -> int | None:
     """Bytes that the container of this process may hold; None where there is none, or no limit."""
-    return min((limit for limit, _ in _of_container()), default=None)
+    return min((limit for limit, _ in memory_of_groups()), default=None)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -54,7 +47,7 @@ def free_memory(device: torch.device) -> int | None:
         return None
     import psutil  # with accelerate
 
-    left = [psutil.virtual_memory().available, *(limit - used for limit, used in _of_container())]
+    left = [psutil.virtual_memory().available, *(limit - used for limit, used in memory_of_groups())]
     if (limit := _address_space()) >= 0:
         left.append(limit - psutil.Process().memory_info().vms)
     return max(0, min(left)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -69,35 +62,6 @@ def memory_held(device: torch.device) -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
-
-
-def _of_container() -> list[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group with a limit that this process is in: of a container, a job of Slurm's."""
-    found = []
-    for controller, *names, files in _VERSIONS:
-        for group in _groups(controller):
-            folder = _GROUPS / controller / group
-            try:
-                limit, used = ((folder / name).read_text().strip() for name in names)
-                of_files = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines()).get(files, "0")
-            except OSError:
-                continue
-            if limit.isdigit() and used.isdigit():
-                found.append((int(limit), int(used) - int(of_files)))
-    return found
-
-
-def _groups(controller: str) -> list[str]:
-    """This process's group and those around it, relative to the outermost, which is the only one that a container sees."""
-    try:
-        lines = _OF_PROCESS.read_text().splitlines()
-    except OSError:
-        lines = []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controller in controllers.split(","):
-            own = PurePosixPath(path.removeprefix("/"))
-            return [str(group) for group in (own, *own.parents)]
-    return ["."]
 
 
 def _address_space() -> int:

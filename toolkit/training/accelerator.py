@@ -12,6 +12,7 @@ from toolkit.config.reading import values_of
 from toolkit.config.rules import check_made_in_code
 from toolkit.system.allocator import keep_few_primitives, keep_freed_memory
 from toolkit.system.console import say
+from toolkit.system.environment import usable_cores
 from toolkit.system.imports import imported_to_stay
 from toolkit.tracking.services import tracker_names
 
@@ -75,6 +76,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     torch.backends.cuda.enable_cudnn_sdp(False)
     if config.full_determinism:
         _be_deterministic(config.seed)
+    _take_threads_for_usable_cores()
     if on_cpu:  # DeepSpeed, which transformers imports where it is installed, would log that it looked for others
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_few_primitives()
@@ -114,6 +116,18 @@ def _precision_of_device(config: RunConfig, on_cpu: bool) -> str:
 
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator() or torch.device("cpu")
     return "bf16" if is_faster_in_bf16(device) and values_of(config).get("dtype", "float32") == "float32" else "no"
+
+
+def _take_threads_for_usable_cores() -> None:
+    """Let torch take no more threads than there are cores, where control groups allow less time than that, as of a pod.
+
+    Its threads wait for each other by looking again and again, which is counted: in a group with the time of one core two
+    threads took 1.2 times as long as one in `sft.py` (384 wide), four times in layers alone. The environment's number stays.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ and usable_cores() < torch.get_num_threads():
+        torch.set_num_threads(usable_cores())
 
 
 def _be_deterministic(seed: int) -> None:
