@@ -9,7 +9,8 @@ from typing import Any
 from toolkit.config import Settings
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_data import IGNORED, rows_of, with_token_labels
-from toolkit.diagnostics.checks_of_labels import CAUSAL, offset_of_labels, shown_tokens
+from toolkit.diagnostics.checks_of_labels import CAUSAL, shown_tokens
+from toolkit.diagnostics.checks_of_shift import offset_of_labels
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Record
 

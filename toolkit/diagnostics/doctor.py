@@ -14,7 +14,7 @@ from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_data import check_leak, check_padding, check_tokenizer, check_tokens
 from toolkit.diagnostics.checks_of_ends import check_ends, check_stops
 from toolkit.diagnostics.checks_of_gradients import check_alone, check_cleared, check_clipping, check_split
-from toolkit.diagnostics.checks_of_labels import check_masks, check_shift, check_spans
+from toolkit.diagnostics.checks_of_labels import check_masks, check_spans
 from toolkit.diagnostics.checks_of_runs import (
     check_evaluation,
     check_finite,
@@ -24,6 +24,7 @@ from toolkit.diagnostics.checks_of_runs import (
     check_start,
     check_types,
 )
+from toolkit.diagnostics.checks_of_shift import check_shift
 from toolkit.diagnostics.checks_of_steps import check_decay, check_modes, check_rates, check_trained
 from toolkit.diagnostics.direction import check_direction
 from toolkit.diagnostics.findings import CHECKS, Finding, Outcome, Report, found, skipped
