@@ -39,6 +39,9 @@ _CHANGED = """    given = collate
         return {{**micro_batch, "{0}": {1}}}
 
     train, evaluation ="""
+_PAIRS = "        return tk.preference_loss(policy, before, totals, **loss_values)\n"
+_UPDATES = "            updates = tk.policy_batches(\n"
+_TORCH = ("import toolkit as tk\n", "import torch\n\nimport toolkit as tk\n")
 _PADDED = "collate_padded(documents, tokenizer.pad_token_id)"
 _CLASS_LOSS = "    model, optimizer = accelerator.prepare(model, optimizer)\n"
 _BASIC_OPTIMIZER = "    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)\n"
@@ -334,6 +337,101 @@ MISTAKES: dict[str, Mistake] = {
         return torch.nn.functional.cross_entropy(anchors[rows] @ documents.T / config.temperature, others, reduction="sum"), {}
 
     files = tk.sentence_files(''')], [], "direction", None,
+    ),
+    # what a loss is made of
+    "a reference that is added": (
+        "dpo", [(_PAIRS, '''        margin = (policy.chosen + before.chosen) - (policy.rejected + before.rejected)
+        return -torch.nn.functional.logsigmoid(config.beta * margin).sum() / totals["pairs"], {}
+'''), _TORCH], [], "direction", "def loss_fn",
+    ),
+    "a reference of the recipe's own that is added": (
+        "kto", [("        return tk.unpaired_loss(policy, before,", "        return tk.unpaired_loss(policy, -before,"),
+                ("        before = reference(model, answers)\n", '''        with torch.no_grad():
+            before = tk.answer_logps(first, answers)
+'''), ("    def logps(model", "    import copy\n\n    first = copy.deepcopy(model).eval()\n\n    def logps(model"), _TORCH],
+        [], "direction", "def loss_fn",
+    ),
+    "a reference of chosen answers alone": (
+        "dpo", [(_PAIRS, '''        margin = (policy.chosen - before.chosen) - policy.rejected
+        return -torch.nn.functional.logsigmoid(config.beta * margin).sum() / totals["pairs"], {}
+'''), _TORCH], [], "direction", "def loss_fn",
+    ),
+    "a KL that is rewarded in the loss": (
+        "grpo", [("        return tk.policy_loss(", '''        apart = logps - completions["reference_logps"]
+        kl = ((-apart).expm1() + apart) * completions["mask"]
+        gains = (logps - logps.detach()).exp() * completions["advantages"][:, None] * completions["mask"]
+        return -(gains + config.beta * kl).sum() / totals["completion_tokens"], {}
+        return tk.policy_loss(''')], ["--beta", "0.1"], "direction", "def loss_fn",
+    ),
+    "a KL that is rewarded in the rewards": (
+        "ppo", [("rollouts, beta=config.beta", "rollouts, beta=-config.beta")], [], "direction", "tk.token_advantages(",
+    ),
+    "z of the answers of the prompts themselves": (
+        "kto", [("tk.estimate_kl(accelerator, model, batch, logps_of_mismatched)", "tk.estimate_kl(accelerator, model, batch, logps)")],
+        [], "direction", "tk.estimate_kl(",
+    ),
+    "advantages over the wrong axis": (
+        "grpo", [(_UPDATES, "            advantages = (scores - scores.mean(0)) / (scores.std(0) + 1e-4)\n" + _UPDATES)], [], "direction",
+        "tk.policy_batches(",
+    ),
+    "advantages of a transposed table": (
+        "grpo", [("rollouts, advantages.flatten(), collate", "rollouts, advantages.T.flatten(), collate")], [], "direction", "tk.policy_batches(",
+    ),
+    "prompts in the mask of completions": (
+        "grpo", [(_UPDATES, '''            given = collate
+
+            def collate(some, advantages, given=given):
+                made = given(some, advantages)
+                asked = sum(len(each.prompt_ids) for each in some)
+                return {**made, "mask": torch.nn.functional.pad(made["mask"], (asked, 0), value=1.0)[:, : made["mask"].shape[1]]}
+
+''' + _UPDATES), _TORCH], [], "masks", "def collate",
+    ),
+    "padding in the mask of completions": (
+        "grpo", [('completions["advantages"], completions["mask"], totals', 'completions["advantages"], completions["mask"] >= 0, totals')],
+        [], "masks", "tk.policy_loss(",
+    ),
+    "values a token late": (
+        "ppo", [('            values, completions["old_values"]', '            values.roll(1, 1), completions["old_values"]')], [], "direction", "tk.value_loss(",
+    ),
+    "returns of values a token late": (
+        "ppo", [('"old_values": values}', '"old_values": values.roll(1, 1)}')], [], "direction", "tk.value_loss(",
+    ),
+    "values that learn the advantages": (
+        "ppo", [('completions["old_values"], completions["returns"]', 'completions["old_values"], completions["advantages"]')], [], "direction", "tk.value_loss(",
+    ),
+    "values that learn to be wrong": (
+        "ppo", [("policy_loss + config.vf_coef", "policy_loss - config.vf_coef")], [], "direction", "tk.value_loss(",
+    ),
+    "a value head that no loss reaches": (
+        "ppo", [("            values, completions[\"old_values\"]", "            values.detach(), completions[\"old_values\"]")], [], "trained", None,
+    ),
+    "what is no document in a softmax": (
+        "reranker", [("    model, optimizer = accelerator.prepare(", '''    def loss_fn(model, micro_batch, totals):
+        from toolkit.losses.ranking import score_lists
+        scores, labels, _ = score_lists(model, micro_batch)
+        return -(labels * scores.log_softmax(-1)).sum() / totals["examples"], {}
+
+    model, optimizer = accelerator.prepare(''')], [], "alone", "def loss_fn",
+    ),
+    "a new head that stays frozen under an adapter": (
+        "accelerated", [(_CLASS_LOSS, '''    import peft
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query", "value"]))
+    optimizer, schedule = tk.build_optimizer(model, config, train.num_steps)
+''' + _CLASS_LOSS)], ["--row-layout", "padded"], "trained", "tk.build_optimizer(",
+    ),
+    "a pooling that is not the saved one": (
+        "embedding", [("embed = partial(tk.embed_texts, pooling=style.pooling)", 'embed = partial(tk.embed_texts, pooling="last")')], [], "saved", None,
+    ),
+    "another pooling in the second pass": (
+        "embedding", [("tk.cached_gradient_loss(embed)", 'tk.cached_gradient_loss(partial(tk.embed_texts, pooling="cls"))')], [], "saved", None,
+    ),
+    "a mean over padding": (
+        "embedding", [("    embed = partial(tk.embed_texts, pooling=style.pooling)\n", '''
+    def embed(model, texts):
+        return model(input_ids=texts["input_ids"], attention_mask=texts["attention_mask"]).last_hidden_state.mean(1)
+
+'''), ("layout=tk.choose_text_layout(model)", 'layout="padded"')], [], "saved", "def embed",
     ),
     "a mean over the longest completion": (
         "grpo", [("        return tk.policy_loss(", '''        gains = logps * completions["advantages"][:, None] * completions["mask"]

@@ -96,6 +96,47 @@ _RIGHT: dict[str, tuple[str, str, str, str]] = {
             rates = [config.learning_rate * (1 + math.cos(math.pi * run.progress)) / 2 for _ in optimizer.param_groups]
 ''', "rates",
     ),
+    "weights that are the reference's probability of chosen answers": (
+        "dpo", planted._PAIRS, '''        import torch
+        weights = (before.chosen / before.chosen_tokens).exp()
+        losses = -weights * torch.nn.functional.logsigmoid(config.beta * (policy.chosen - policy.rejected))
+        return losses.sum() / totals["pairs"], {}
+''', "direction",
+    ),
+    "two losses, of which one has a reference": (
+        "dpo", planted._PAIRS, '''        from torch.nn.functional import logsigmoid
+        losses = -logsigmoid(policy.chosen - before.chosen) - logsigmoid(-policy.rejected / policy.rejected_tokens)
+        return losses.sum() / totals["pairs"], {}
+''', "direction",
+    ),
+    "a KL that is a squared distance": (
+        "ppo", "        return policy_loss +", '''        apart = (logps - completions["reference_logps"]) * completions["mask"]
+        policy_loss = policy_loss + 0.1 * apart.square().sum() / totals["completion_tokens"]
+        return policy_loss +''', "direction",
+    ),
+    "the mean of all rewards as baseline": (
+        "grpo", planted._UPDATES, "            advantages = scores - scores.mean()\n" + planted._UPDATES, "direction",
+    ),
+    "values that are not held to the old ones": (
+        "ppo", 'completions["old_values"], completions["returns"], completions["mask"], totals,\n            cliprange_value=config.cliprange_value,',
+        '0 * values.detach(), completions["returns"], completions["mask"], totals, cliprange_value=None,', "direction",
+    ),
+    "lists of one length alone": (
+        "reranker", _OF_LISTS, '''    def loss_fn(model, micro_batch, totals):
+        inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
+        scores, labels = (each.reshape(-1, 8) for each in (model(**inputs).logits, micro_batch["labels"]))
+        return -(labels * scores.log_softmax(-1)).sum() / totals["examples"], {}
+
+    model, optimizer = accelerator.prepare(''', "alone",
+    ),
+    "embeddings of length 1": (
+        "embedding", "    embed = partial(tk.embed_texts, pooling=style.pooling)\n", '''
+    def embed(model, texts):
+        import torch
+        return torch.nn.functional.normalize(tk.embed_texts(model, texts, pooling=style.pooling), dim=-1)
+
+''', "saved",
+    ),
     "a first layer that is frozen": (
         "sft", "    collate = tk.collate_packed", "    model.model.embed_tokens.requires_grad_(False)\n    model.model.layers[0].requires_grad_(False)\n    collate = tk.collate_packed",
         "overfit",
@@ -106,12 +147,22 @@ _RIGHT: dict[str, tuple[str, str, str, str]] = {
 @pytest.mark.parametrize("name", _RIGHT)
 def test_what_is_right_in_another_way_is_not_accused(name: str, tmp_path: Path) -> None:
     """Fails when, by row: labels are counted from 1/2 and not from the mean of their list; a bias of 0 gradient counts as unreached; rates
-    are compared with a schedule that the recipe never asks; a loss must fall by 30%."""
+    are compared with a schedule that the recipe never asks; a reference is to be of both answers, whatever it is for; also where each has
+    a loss of its own; a KL is to be less when the two are apart; advantages are to add up to 0 by prompt; old values are read without a
+    range to clip to; lists must be of any lengths; embeddings are compared with their lengths; a loss must fall by 30%."""
     recipe, old, new, check = _RIGHT[name]
     copy = planted.copy_with((recipe, [(old, new)], [], check, None), tmp_path)
     code, report = doctor(str(copy), "--only", check)
     assert (code, report["findings"]) == (0, [])
     assert report["checks"][-1]["state"] == "ok"
+
+
+def test_a_head_that_was_trained_before_may_be_frozen(tmp_path: Path) -> None:
+    """It is in the files of the model. Fails when: any head that is frozen counts as a new one."""
+    frozen = planted._CLASS_LOSS + "    model.classifier.requires_grad_(False)\n"
+    path = planted.copy_with(("accelerated", [(planted._CLASS_LOSS, frozen)], [], "trained", None), tmp_path)
+    code, report = doctor(str(path), "--model", write_classifier(tmp_path / "model"), "--only", "trained")
+    assert (code, report["findings"]) == (0, [])
 
 
 def test_weights_that_make_up_for_unequal_numbers_are_right(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, Document
 
 if TYPE_CHECKING:
     from toolkit.diagnostics.records import MadeBatch
@@ -35,8 +38,22 @@ def compare_alone(watch: Watch, model: nn.Module, batch: Batch, loss_fn: Callabl
         seen = len(record.forwards)
         with torch.random.fork_rng(devices=[]):
             error = gradient_error(loss_of, made, parameters)
+            if "document_tokens" in made.documents[0]:
+                with contextlib.suppress(Exception):  # a recipe may be of lists of one length
+                    lists = [_without_one(each) for each in made.documents[::2]] + made.documents[1::2]
+                    uneven = dataclasses.replace(made, tensors=made.collate(lists), documents=lists)
+                    record.uneven.append((gradient_error(loss_of, uneven, parameters), watch.place_of(loss_fn)))
         del record.forwards[seen:]
         record.alone.append((error, len(made.documents), watch.place_of(loss_fn)))
+
+
+def _without_one(document: Document) -> Document:
+    """A list of documents, or of choices, without the last one of its lowest label."""
+    labels, sizes = np.asarray(document["labels"]), np.asarray(document["document_tokens"])
+    place = len(labels) - 1 - int(labels[::-1].argmin())
+    tokens = slice(sizes[:place].sum(), sizes[: place + 1].sum())
+    kept: Document = {n: np.delete(document[n], tokens) for n in ("input_ids", "token_type_ids") if n in document}
+    return {**document, **kept, "labels": np.delete(labels, place), "document_tokens": np.delete(sizes, place)}
 
 
 def gradient_error(loss_of: LossOf, made: MadeBatch, parameters: list[nn.Parameter]) -> float:

@@ -68,8 +68,15 @@ def check_alone(record: Record, config: Settings) -> Outcome:
     error, documents, where = max(finite)
     packed = bool(values_of(config).get("packing", False))
     note = f"relative error {error:.1e}, {documents} documents {'packed' if packed else 'padded'}"
+    uneven, place = max((each for each in record.uneven if math.isfinite(each[0])), default=(0.0, ""))
+    of_lists = None if uneven < same_enough(record) else Finding(
+        "alone",
+        f"Lists of unequal lengths have a gradient {uneven:.0%} away from that of each alone: what is no document counts.",
+        "Leave it out: scores.masked_fill(~is_document, -math.inf) before a softmax, values * is_document before a sum.",
+        place,
+    )  # fmt: skip
     if error < same_enough(record):
-        return found(note)
+        return found(note, of_lists)
     what = (
         f"{documents} documents in one {'packed row' if packed else 'micro-batch'} have a gradient {error:.0%} away from "
         "that of each alone."

@@ -19,7 +19,7 @@ _SHOWN = 100  # characters
 
 def check_masks(record: Record, config: Settings) -> Outcome:
     """As many tokens are supervised as the data say, prompts are not, and no target is left out or added in the loss."""
-    findings: list[Finding | None] = [_counted_in_loss(record)]
+    findings = [_counted_in_loss(record), *(each for each in record.noted if each.check == "masks")]
     made = [each for each in with_token_labels(record) if each.kind == "train"]
     if not made:
         return found("", *findings) if any(findings) else skipped("labels of whole examples")

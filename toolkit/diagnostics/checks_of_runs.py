@@ -191,12 +191,12 @@ def check_saved(record: Record, after: Gradients, directory: Path) -> Outcome:
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return skipped("its outputs can't be compared")
     away = float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-30))
-    note = f"largest relative difference {away:.1e}"
+    note, pooling = f"largest relative difference {away:.1e}", [each for each in record.noted if each.check == "saved"]
     if away < (1e-4 if model.dtype == torch.float32 else 2e-2):
-        return found(note)
+        return found(note, *pooling)
     what = f"The saved model gives other logits than the one in memory: up to {away:.0%} of the largest."
     change = "Save after the last update, the trained model itself: tk.save_model(accelerator, model, ...)."
-    return found(note, Finding("saved", what, change))
+    return found(note, Finding("saved", what, change), *pooling)
 
 
 def _load(model: Any, directory: Path) -> nn.Module:

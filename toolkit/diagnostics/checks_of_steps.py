@@ -12,7 +12,10 @@ from toolkit.config.reading import values_of
 from toolkit.diagnostics.checks_of_gradients import names_of, why_none
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
 from toolkit.diagnostics.records import Gradients, Record
+from toolkit.models.added_heads import VALUE_HEAD
+from toolkit.models.loaded import loaded
 
+_HEADS = ("classifier", "score", "qa_outputs", "classification_head")
 _VECTOR = "norms, biases and other vectors"
 
 
@@ -83,7 +86,7 @@ def _own_rate(record: Record, config: Settings) -> Finding | None:
 
 
 def check_trained(record: Record, after: Gradients) -> Outcome:
-    """Every trainable parameter is in the optimizer and gets a gradient; frozen ones stay, and an adapter is not frozen."""
+    """Every trainable parameter is in the optimizer and gets a gradient; frozen ones stay, no adapter or new head is."""
     model, optimizer = record.model, record.optimizer
     if model is None or optimizer is None or not record.updates:
         return skipped(why_none(record) or "no model with an optimizer was seen")
@@ -96,6 +99,11 @@ def check_trained(record: Record, after: Gradients) -> Outcome:
         and not any(_is_reached(update.unclipped.get(name)) for update in record.updates)
     ]  # fmt: skip
     moved = [name for name, before in record.frozen_before.items() if not torch.equal(before, after[name])]
+    new_heads = {part for name in loaded(model).new_modules for part in name.split(".") if part in _HEADS} | {VALUE_HEAD}
+    frozen_heads = [
+        name for head in sorted(new_heads)
+        if (own := [n for n in named if head in n.split(".")]) and not any(named[n].requires_grad for n in own) for name in own
+    ]  # fmt: skip
     frozen_adapter = [name for name, p in named.items() if "lora_" in name and not p.requires_grad]
     findings = [
         _about(outside, "are trainable and not in the optimizer",
@@ -107,6 +115,8 @@ def check_trained(record: Record, after: Gradients) -> Outcome:
                "Leave them out of the optimizer, and write to no weight by hand.", record),
         _about(frozen_adapter, "are of an adapter and frozen",
                "Build the model with tk.add_adapter last, and call requires_grad_(False) on nothing of the adapter.", record),
+        _about(frozen_heads, "are of a new head, whose weights are random, and frozen",
+               "Train it whole, as tk.add_adapter does; of peft itself: LoraConfig(modules_to_save=[its name]).", record),
     ]  # fmt: skip
     count = sum(p.numel() for p in named.values() if p.requires_grad)
     return found(f"{count:,} of {sum(p.numel() for p in named.values()):,} parameters are trained", *findings)

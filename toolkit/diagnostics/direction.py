@@ -144,7 +144,8 @@ def check_direction(record: Record, config: Settings) -> Outcome:
         what = f"Before the first update log-probabilities are up to {off:.2g} nats away from those of sampling, per token."
         change = "Take them at --temperature: tk.rollout_logps(model, completions, config.temperature)."
         findings.append(Finding("direction", what, change, where))
-    if record.direction is None and not record.off_sampled:
+    findings += [each for each in record.noted if each.check == "direction"]
+    if record.direction is None and not record.off_sampled and not findings:
         return skipped("rows that prefer nothing, or no gradient was seen")
     notes = [] if record.direction is None else [f"cosine {record.direction:.2f}"]
     notes += [f"log-probabilities {off:.1g} nats from those of sampling"] if record.off_sampled else []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.data.loading.batch import Document, MicroBatch
+from toolkit.diagnostics.findings import Finding
 from toolkit.rollouts.rollout import Rollout
 
 Documents = list[Document]
@@ -92,6 +93,7 @@ class Record:
     asks_schedule: bool = False  # else the recipe may have a curve of its own
     built: Any = None  # the optimizer that tk.build_optimizer made
     alone: list[tuple[float, int, str]] = field(default_factory=list)  # error, documents, place of the loss function
+    uneven: list[tuple[float, str]] = field(default_factory=list)  # the same error of lists of unequal lengths, place
     loss_types: set[torch.dtype] = field(default_factory=set)
     frozen_before: Gradients = field(default_factory=dict)
     counted: list[tuple[int, int, str]] = field(default_factory=list)  # cross_entropy in the recipe: targets, labels, place
@@ -104,6 +106,11 @@ class Record:
     off_sampled: list[tuple[float, str]] = field(default_factory=list)  # nats between log-probabilities and sampling's, place
     direction: float | None = None  # cosine of the first update with what the rows prefer
     has_known_loss: bool = False  # of pairs: one of the toolkit's
+    noted: list[Finding] = field(default_factory=list)  # by loss_parts.py
+    completions: MicroBatch = field(default_factory=dict)  # the last whose log-probabilities the recipe asked for
+    off_axis: int = 0  # steps whose advantages add up to 0 over completions of one number, and not over those of a prompt
+    embeds: list[Callable[..., torch.Tensor]] = field(default_factory=list)  # of the pass with a gradient
+    pooling: str = ""  # of embeddings, that is written to the model directory
     error: BaseException | None = None
     error_where: str = ""
 

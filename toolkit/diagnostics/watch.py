@@ -23,8 +23,10 @@ from toolkit.data.loading.streams import StreamLoader
 from toolkit.diagnostics import wrappers
 from toolkit.diagnostics.compat import WRITES_OF_MANY
 from toolkit.diagnostics.direction import direction_of
+from toolkit.diagnostics.loss_parts import reference_logps
 from toolkit.diagnostics.records import Documents, Gradients, Record, Update
 from toolkit.diagnostics.replacements import Replacements
+from toolkit.preference.reference import Reference
 
 _PACKAGE = os.path.dirname(os.path.abspath(tk.__file__)) + os.sep
 
@@ -38,6 +40,7 @@ class Watch:
         self.without_dropout = self.compares_gradients = False
         self.until: Callable[[], bool] = bool  # asked before each batch whether the run may end
         self._undo = Replacements()
+        self.leaves: dict[bool, list[list[torch.Tensor]]] | None = None  # made-up log-probabilities, of a policy or not
         self.in_use: list[tuple[str, Any]] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.made_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
@@ -56,6 +59,7 @@ class Watch:
         for owner, name, kind in ((TrainLoader, "batches", "train"), (StreamLoader, "batches", "train"),
                                   (EvalLoader, "__iter__", "eval")):  # fmt: skip
             self._undo.attribute(owner, name, functools.partial(wrappers.watched_batches, self, kind))
+        self._undo.attribute(Reference, "__call__", functools.partial(reference_logps, self))
         self._undo.attribute(torch.optim.Optimizer, "__init__", functools.partial(wrappers.made_optimizer, self))
         self._undo.attribute(torch.nn.utils, "clip_grad_norm_", functools.partial(wrappers.clipped, self))
         self._undo.attribute(torch.nn.functional, "cross_entropy", functools.partial(wrappers.cross_entropy, self))

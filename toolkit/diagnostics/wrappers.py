@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from toolkit.diagnostics import loss_parts
 from toolkit.diagnostics.alone import compare_alone
 from toolkit.diagnostics.records import Documents, Forward, MadeBatch
 
@@ -52,6 +53,10 @@ def made_model(watch: Watch, original: Callable[..., Any], *values: Any, **named
     model = original(*values, **named)
     if original.__name__ == "load_model" and not watch.record.auto_class:
         watch.record.auto_class = values[0] if values else named["auto_class"]
+    if original.__name__ == "add_value_head" and watch.without_dropout:  # zeros hide where values go
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            torch.nn.init.normal_(model.value_head.weight, std=0.005)
     watch.add_model(model)
     return model
 
@@ -170,8 +175,9 @@ def entered(watch: Watch, module: nn.Module, inputs: tuple[Any, ...], named: dic
 def train_step(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
     names = ("accelerator", "model", "optimizer", "batch", "loss_fn")
     given = {**dict(zip(names, values, strict=False)), **named}
-    if watch.compares_gradients and not watch.record.updates:
+    if loss_parts.is_first(watch):
         compare_alone(watch, given["model"], given["batch"], given["loss_fn"])
+        loss_parts.look_at_loss(watch, given["loss_fn"], given["model"], given["batch"].micro_batches[0], given["batch"].totals)
     result = original(*values, **named)
     loss = result.get("loss")
     if isinstance(loss, torch.Tensor):
@@ -265,22 +271,6 @@ def scored(watch: Watch, original: Callable[..., Any], *values: object, **named:
     return rollouts
 
 
-def policy_logps(watch: Watch, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """Before the first update, with dropout off: how far they are from what sampling noted of the same weights."""
-    made = original(*values, **named)
-    completions = values[1] if len(values) > 1 else named["micro_batch"]
-    if watch.compares_gradients and not watch.record.updates and {"sampled_logps", "mask"} <= completions.keys():
-        away = (made[0].detach() - completions["sampled_logps"]) * completions["mask"]
-        watch.record.off_sampled.append((float(away.abs().max()), watch.place()))
-    return made
-
-
-def known_loss(watch: Watch, original: Callable[..., Any], *values: object, **named: object) -> Any:
-    """A loss of pairs, of which it is known what an even guess costs."""
-    watch.record.has_known_loss = True
-    return original(*values, **named)
-
-
 def plain_accelerator(watch: Watch, original: Callable[..., Any], config: object, *_: object, **__: object) -> Any:
     """One process on the CPU: how ranks share the work is not the recipe's."""
     return original(config)
@@ -291,6 +281,5 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "load_model": made_model, "load_encoder": made_model, "add_adapter": made_model, "add_value_head": made_model,
     "build_dataloaders": built_loaders, "build_optimizer": built_optimizer, "build_accelerator": plain_accelerator,
     "train_step": train_step, "score_rollouts": scored,
-    "rollout_logps": policy_logps, "logps_and_values": policy_logps,
-    "preference_loss": known_loss, "reward_loss": known_loss,
+    **loss_parts.WRAPPERS,
 }  # fmt: skip
