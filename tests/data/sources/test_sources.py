@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 
 from toolkit.cache import arrow
@@ -204,6 +205,7 @@ BROKEN = {
     "cut.csv": (b'text,label\na,1\n"b,2\n', "data/cut.csv:3: not valid CSV"),
     "cut.parquet": (b"PAR1....", "data/cut.parquet can't be read"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-20], "data/cut.jsonl.gz is damaged"),
+    "bit.jsonl.gz": (b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, "data/bit.jsonl.gz is damaged"),  # no valid block of deflate
     "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', "data/latin.jsonl:2: .*UTF-8 .*0xe9 .*11"),
     "latin.csv": (b"text\na\n\xe9\n", "data/latin.csv:3: not UTF-8"),
     "latin.txt": (b"a\n\xe9\n", "data/latin.txt:2: not UTF-8"),
@@ -230,6 +232,27 @@ def test_what_cannot_be_read_is_refused_with_file_and_line_and_leaves_nothing(na
         load(write(f"data/{name}", content))
     assert [path.name for path in Path().iterdir()] == ["data"]
     assert [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == []
+
+
+NOT_UTF8 = pa.Array.from_buffers(pa.string(), 3, [None, pa.array([0, 1, 2, 3], pa.int32()).buffers()[1], pa.py_buffer(b"a\xffb")])
+UNREADABLE = {
+    "bytes": (pa.table({"text": NOT_UTF8}), r"data/rows\.arrow:2: 'text' .*UTF-8"),
+    "inside": (pa.table({"m": pa.ListArray.from_arrays([0, 1, 3], NOT_UTF8)}), r"data/rows\.arrow:2: 'm' .*UTF-8"),
+    "twice": (pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), r"data/rows\.arrow: .*'text' .*twice"),
+    "map": (pa.table({"text": ["a"], "m": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8()))}), r"data/rows\.arrow: .*'m' .*map<"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_columns_that_datasets_cannot_hold_are_refused_by_row_or_name(name: str, streaming: bool) -> None:
+    """Fails when: _check_texts() is left out, or the error of Python, of pyarrow or of datasets is let through."""
+    table, said = UNREADABLE[name]
+    Path("data").mkdir()
+    with pa.OSFile("data/rows.arrow", "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(Refusal, match=said):
+        list(load("data/rows.arrow", eval_fraction=0.0, streaming=streaming)["train"])
 
 
 # Splits and columns

@@ -20,7 +20,7 @@ from toolkit.cache.arrow import cached_splits, write_tables
 from toolkit.config import Refusal
 from toolkit.data.sources import readers, squad
 from toolkit.data.sources.find_files import COLUMNAR, DataFile
-from toolkit.data.sources.readers import Row, number_columns, read_rows, what_is, with_numbers
+from toolkit.data.sources.readers import Row, first_double, number_columns, read_rows, what_is, with_numbers
 from toolkit.data.sources.remote import is_url, open_url
 from toolkit.data.sources.stream_state import Place
 from toolkit.system.console import first_line, quoted
@@ -221,6 +221,16 @@ def _features(files: list[DataFile]) -> Features:
     features: dict[str, Any] = {}
     for file in files:
         schema = _open(file)[0]
+        if twice := first_double(schema.names):
+            raise Refusal(f"{file.path}: the column {quoted(twice)} is there twice. Rename or remove one of them.")
+        for field in schema:
+            try:
+                Features.from_arrow_schema(pa.schema([field]))
+            except ValueError:
+                raise Refusal(
+                    f"{file.path}: the column {quoted(field.name)} has the Arrow type {field.type}, which datasets can't hold. "
+                    "Write the file with another type, or without the column."
+                ) from None
         try:
             found = Features.from_arrow_schema(schema)
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # of what datasets leaves in a schema's metadata
@@ -243,6 +253,7 @@ def _columnar_tables(files: list[DataFile], features: Features, begin: int = 0) 
     for file in files:
         number = begin
         for batch in _batches(file, begin):
+            _check_texts(batch, file, number)
             table = pa.Table.from_batches([batch])
             numbers = pa.array(range(number + 1, number + 1 + len(table))).cast(pa.string())
             origin = compute.binary_join_element_wise(file.shown, numbers, ":")
@@ -250,6 +261,20 @@ def _columnar_tables(files: list[DataFile], features: Features, begin: int = 0) 
             number += len(table)
             if len(table):
                 yield table_cast(pa.table({**columns, "origin": origin}), schema)
+
+
+def _check_texts(batch: pa.RecordBatch, file: DataFile, number: int) -> None:
+    """Refuse values that Arrow reads and Python can't, such as texts that are not UTF-8; `number`: of the rows before."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except pa.ArrowException as error:
+            for row, value in enumerate(column, number + 1):
+                try:
+                    value.as_py()
+                except UnicodeDecodeError:
+                    raise Refusal(f"{file.shown}:{row}: {quoted(name)} holds a text that is not UTF-8.") from None
+            raise Refusal(f"{file.path} is damaged: the column {quoted(name)}: {first_line(error)}") from None
 
 
 def columnar_rows(files: list[DataFile], begin: int = 0) -> Iterator[Row]:

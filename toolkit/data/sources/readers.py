@@ -15,6 +15,8 @@ import json
 import lzma
 import re
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,11 @@ def number_columns(rows: Iterable[Row]) -> dict[str, type]:
 def with_numbers(row: Row, types: dict[str, type]) -> Row:
     """The row with the fields of those columns as numbers, empty ones as None."""
     return {name: (types[name](value) if value else None) if name in types else value for name, value in row.items()}
+
+
+def first_double(names: Iterable[str]) -> str | None:
+    """The first name that comes twice."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def what_is(value: object) -> str:
@@ -139,8 +146,7 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
     reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
     try:
         header = [name.strip() or f"column_{place}" for place, name in enumerate(next(reader, []), 1)]
-        twice = next((name for name in header if header.count(name) > 1), None)
-        if twice:
+        if twice := first_double(header):
             raise Refusal(f"{path}:1: the column {quoted(twice)} is twice in the header.")
         for fields in reader:
             if fields and len(fields) != len(header):
@@ -235,7 +241,7 @@ def _lines(path: str, place: Place | None = None) -> Iterator[tuple[int, str]]:
                         f"{path}:{number}: not UTF-8 (byte 0x{error.object[error.start]:02x} in place {error.start + 1} of the "
                         f"line). If the file is Latin-1: iconv -f LATIN1 -t UTF-8 {path} > {utf8}"
                     ) from None
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise Refusal(f"{path} is damaged or cut short: {error}") from None
     except OSError as error:
         raise Refusal(f"{path} can't be read: {error.strerror or error}") from None
