@@ -417,6 +417,40 @@ def test_the_best_weights_come_back_and_training_stops_when_nothing_improves(tmp
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped early"
 
 
+def test_a_pointer_that_cannot_be_written_costs_neither_the_run_nor_the_best_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Each evaluation comes after its step was saved. Fails when: point_to_best() lets an OSError through, or load_best()
+    takes what best.json shows."""
+    metrics, at_best = {3: 2.0, 6: 1.0, 9: 3.0, 11: 4.0}, []
+    config = Config(
+        output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=3, load_best_model_at_end=True, save_total_limit=1,
+        save_strategy="steps", save_steps=3,
+    )  # fmt: skip
+    write_pointer = ckpt.write_pointer
+
+    def sometimes_full(root: Path, name: str, checkpoint: Path) -> None:
+        if (name, checkpoint.name) == ("best", "step-6"):
+            raise OSError(28, "No space left on device")
+        write_pointer(root, name, checkpoint)
+
+    for module in ("toolkit.checkpoint", "toolkit.checkpoint.writer"):
+        monkeypatch.setattr(f"{module}.write_pointer", sometimes_full)
+
+    def evaluate(run: tk.Run) -> None:
+        if run.step in metrics:
+            run.save()
+            run.saver.check(run.step, wait=True)
+            if run.step == 6:
+                at_best.append(weights(run.model))
+            run.log({"eval_loss": metrics[run.step]})
+
+    model, run = train(config, evaluate)
+    assert "best.json" in capsys.readouterr().out
+    tk.load_best(run)
+    assert torch.equal(weights(model), at_best[0])
+
+
 def test_a_metric_named_without_its_prefix_is_that_of_the_evaluations(tmp_path: Path) -> None:
     """As in YAML of Trainer, whose default is `loss`; the loss of each step has the same name.
 

@@ -141,8 +141,10 @@ def load_best(run: Run) -> None:
         return
     run.saver.check(run.step, wait=True)
     run.accelerator.wait_for_everyone()
-    path = on_main(run.accelerator, lambda: ckpt.read_pointer(run.checkpoints, "best"))
-    if path is None or path.name != f"step-{best['step']}":
+    # not the one that the pointer shows, which a full disk may have kept from moving
+    name = f"step-{best['step']}"
+    path = on_main(run.accelerator, lambda: next((p for p in ckpt.list_checkpoints(run.checkpoints) if p.name == name), None))
+    if path is None:
         run.say(f"WARNING: the best weights (step {best['step']}) were not saved; the last ones are kept")
         return
     try:

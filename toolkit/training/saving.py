@@ -116,8 +116,11 @@ class Saver:
 
     def point_to_best(self, step: int) -> None:
         """Let `best` show the checkpoint of a step, where there is one: it was evaluated after it had been saved."""
-        if (path := self.writer.root / f"step-{step}").is_dir():
-            ckpt.write_pointer(self.writer.root, "best", path)
+        try:
+            if (path := self.writer.root / f"step-{step}").is_dir():
+                ckpt.write_pointer(self.writer.root, "best", path)
+        except OSError as error:  # a resume writes it again, of the state that the next checkpoint has
+            self.say(f"WARNING: checkpoints/best.json doesn't show step {step}: {error}")
 
     def put_model(self, saved: ckpt.State, step: int) -> None:
         """Put the weights of a checkpoint into the model. All ranks call it."""
