@@ -1,5 +1,6 @@
 """Caches damaged at rest, cut under a live process, and after a power loss: never read damaged, rebuilt with one line."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -261,8 +262,9 @@ def test_a_kill_at_any_operation_leaves_a_cache_that_the_next_start_reads(cache:
     line.check()
 
 
-def test_a_file_cut_under_a_live_process_is_an_error_that_names_it() -> None:
-    """Fails when: the rows are read without asking for the file's size: SIGBUS ends the process."""
+def test_a_file_cut_under_a_live_process_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is one whose disk is gone. Fails when: the rows are read without asking for the file's size: SIGBUS ends the process; or
+    an OSError is let through."""
     rows = Dataset.from_dict({"input_ids": [[number] * 500 for number in range(2000)], "length": [500] * 2000})
 
     def build(folder: Path) -> None:
@@ -276,6 +278,14 @@ def test_a_file_cut_under_a_live_process_is_an_error_that_names_it() -> None:
         examples.documents([1999])
     file.unlink()  # a mapping outlives the name
     assert examples.documents([3])[0]["input_ids"][0] == 3
+
+    def disconnected(*args: object) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arrow.os, "stat", disconnected)
+        with pytest.raises(arrow.CutFile, match=str(file)):
+            examples.documents([3])
 
 
 RECIPE = [

@@ -110,7 +110,7 @@ def _problem_of(folder: Path) -> str | None:
 
 
 class CutFile(Exception):
-    """A file that this process has mapped was cut by someone: the next read of it would end the process with SIGBUS."""
+    """A file that this process has mapped was cut, or its disk is gone: the next read would end the process with SIGBUS."""
 
     exit_code, on_every_rank = 1, True
 
@@ -127,13 +127,15 @@ def check_uncut(files: dict[str, int]) -> None:
     about a mapping then, and the fault handler that `run_recipe` turns on shows where it was.
 
     Raises:
-        CutFile: one of them is shorter than `mapped_files` found it.
+        CutFile: one of them is shorter than `mapped_files` found it, or its disk is gone.
     """
     for name, size in files.items():
         try:
             found = os.stat(name).st_size
         except FileNotFoundError:
             continue
+        except OSError as error:  # such as a network drive that was disconnected
+            raise CutFile(f"{name} can't be read any more: {error.strerror}. Once it can be, go on with --resume.") from None
         if found < size:
             raise CutFile(
                 f"{name} was cut to {found:,} of {size:,} bytes while this process read it. Find out what wrote there, then go "
