@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 import toolkit as tk
+from toolkit.config.reading import forget_reads, settings_read
 from toolkit.distributed.compat import forget_process_state
 from toolkit.losses.answer_logps import pair_logps
 from toolkit.preference import reference_cache
@@ -284,15 +285,18 @@ def test_a_reference_in_bfloat16_follows_in_steps_that_bfloat16_cannot_add() -> 
 
 
 def test_a_synced_reference_is_the_stated_mixture_and_comes_back_after_a_resume() -> None:
-    """Steps 1 to 5, synced before 3 and 5. Fails when: the shares are swapped; it is synced after each step; a resume starts over."""
+    """Steps 1 to 5, synced before 3 and 5. Fails when: the shares are swapped; it is synced after each step; a resume starts over;
+    its settings are not read in the first step, after which a run warns of those that nothing has read."""
     config = Config(sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=2)
     run = built(config)
     kept: dict[str, torch.Tensor] = {}
     state = SimpleNamespace(step=0, kept=kept, keep=kept.__setitem__, saver=SimpleNamespace(on_rollback=[]))
     expected = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    forget_reads(config)
     for step in range(1, 6):
         state.step = step
         sync_reference(state, run.reference, run.model, config)
+        assert {"ref_model_mixup_alpha", "ref_model_sync_steps"} <= settings_read(config)
         if step in (3, 5):
             for name, parameter in run.model.named_parameters():
                 expected[name] = 0.25 * parameter.detach() + 0.75 * expected[name]

@@ -205,9 +205,10 @@ def sync_reference(run: Run, reference: Reference, model: nn.Module, config: Ref
         return
     keep_reference(run, reference, config)  # of a recipe that didn't
     means, taken = reference.means, run.step - 1
-    if taken and taken % config.ref_model_sync_steps == 0:
+    alpha, between = config.ref_model_mixup_alpha, config.ref_model_sync_steps  # read in the first step, as others are
+    if taken and taken % between == 0:
         for name, parameter in unwrapped(model).named_parameters():
-            means[name].lerp_(parameter.to(means[name].dtype), config.ref_model_mixup_alpha)
+            means[name].lerp_(parameter.to(means[name].dtype), alpha)
         put_into(unwrapped(reference.frozen), means)
 
 
