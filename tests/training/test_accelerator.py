@@ -272,6 +272,17 @@ def test_a_resumed_run_keeps_the_precision_that_it_has(named, precision, root, t
     assert tk.build_accelerator(config).mixed_precision == precision
 
 
+@pytest.mark.parametrize("named", ["", "checkpoints", "model"])
+def test_a_run_in_the_place_of_its_checkpoint_is_refused_with_the_newest(named, root, tmp_path):
+    """Before the data are read. Fails when: one of the folders is left out, or the first checkpoint is taken."""
+    for step in (9, 10):
+        shutil.copytree(root / "tests/faults/fixtures/schema-1-run", tmp_path / f"old/checkpoints/step-{step}")
+    (tmp_path / "old/model").mkdir()
+    config = Recipe(output_dir=str(tmp_path / "run"), resume_from=str(tmp_path / "old" / named))
+    with pytest.raises(tk.Refusal, match=r"--resume-from .*old/checkpoints/step-10\?"):
+        tk.build_accelerator(config)
+
+
 def test_a_run_in_float16_is_continued_without_it_where_no_gpu_is(root, tmp_path, monkeypatch):
     """As its checkpoint says, and not refused as a flag that nobody gave. Fails when: it is handed on to the engine."""
     monkeypatch.setattr("toolkit.training.resume._precision_of", lambda _: "fp16")

@@ -92,8 +92,13 @@ def check_settings_to_resume(config: RunConfig) -> None:
     Settings that were not given are compared when the checkpoint is restored: a recipe may still set them.
 
     Raises:
-        Refusal: as `changes_since` does.
+        Refusal: as `changes_since` does; or `resume_from` is the folder of a run or of its checkpoints.
     """
+    folder = Path(config.resume_from or "")
+    is_another = config.resume_from and not (folder / "MANIFEST.json").exists()
+    places = (folder.parent, folder) if is_another else ()
+    if found := [path for place in places for path in list_checkpoints(place / "checkpoints")]:
+        raise Refusal(f"--resume-from {folder}: is no checkpoint. Did you mean {found[-1]}?")
     refused = []
     for record in _records_to_resume(config):
         try:
