@@ -9,7 +9,7 @@
 | `tests` | the tests marked gpu |
 | `exact` | `toolkit verify-resume sft --full-determinism` in float32, bf16 and fp16, with compiled layers and without |
 | `recipes` | 12 steps of every recipe with its own data, in bf16, four at a time |
-| `steps` | SFT, LoRA, DPO, classification at the shapes of Qwen3-0.6B and 1.7B: tokens/s, MFU, peak memory as a run logs them |
+| `steps` | SFT (fp8 too), LoRA, DPO, classification, as Qwen3-0.6B and 1.7B: tokens/s, MFU, peak memory as a run logs them |
 | `syncs` | each place where a step of SFT or DPO waits for the device, found by torch's sync debug mode |
 | `peers` | `benchmarks/sft.py`, `dpo.py` and `grpo.py` next to TRL's defaults and best flags at 0.6B |
 | `profile` | `toolkit profile sft` at 0.6B: phases of a step, the longest operations |
@@ -57,6 +57,12 @@ METHODS: dict[str, tuple[str, list[str], int, tuple[str, ...]]] = {
     "lora": ("lora", ["--packing", "--per-device-train-batch-size", "4"], 40, ("prompt", "completion")),
     "dpo": ("dpo", ["--per-device-train-batch-size", "16"], 16, ("prompt", "chosen", "rejected")),
     "classification": ("accelerated", ["--per-device-train-batch-size", "32"], 32, ("text",)),
+}  # fmt: skip
+
+# Of `steps`: the end of a row's name, and its flags.
+WAYS = {
+    "": ["--torch-compile"], ", not compiled": [],
+    **{f", fp8 {scaled}": ["--torch-compile", "--fp8", scaled] for scaled in ("tensorwise", "rowwise")},
 }  # fmt: skip
 
 
@@ -133,10 +139,10 @@ def steps(bench: Bench) -> None:
     for shape_name, shape in bench.shapes.items():
         model = _make_model(bench.output / "models" / shape_name, shape)
         for method in bench.methods:
-            for compiled in (False,) if bench.tiny else (True, False) if method == "sft" else (True,):
-                name = f"{method} {shape_name}{'' if compiled else ', not compiled'}"
+            for way in [", not compiled"] if bench.tiny else WAYS if method == "sft" else [""]:
+                name = f"{method} {shape_name}{way}"
                 run = bench.output / "runs" / name.replace(" ", "-").replace(",", "")
-                flags = _flags(bench, method, shape, model, run) + (["--torch-compile"] if compiled else [])
+                flags = _flags(bench, method, shape, model, run) + WAYS[way]
                 done = bench.run(f"steps-{run.name}", [sys.executable, _recipe(method), *flags], 90)
                 if done is None or done.returncode:
                     bench.record("steps", name, result=_end_of(done))

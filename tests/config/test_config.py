@@ -332,6 +332,8 @@ RULE_CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("length_penalty", "--num-beams 4", {"length_penalty": 0.7, "num_beams": 1}, {"num_beams": 2}),
     ("metrics", "--no-predict-with-generate", {"metrics": ["bleu"], "predict_with_generate": False}, {"predict_with_generate": True}),
     ("", "--bf16 and --fp16", {"bf16": True, "fp16": True}, {"fp16": False}),
+    ("", "--fp8 rowwise is for runs in bfloat16", {"fp8": "rowwise", "bf16": False}, {"bf16": None}),
+    ("", "--fp8 tensorwise and --load-in-4bit", {"fp8": "tensorwise", "load_in_4bit": True, "use_peft": True, "model": "a/b"}, {"load_in_4bit": False}),
     ("", "--optim lion_8bit", {"stochastic_rounding": True, "dtype": "bfloat16", "optim": "lion_8bit"}, {"optim": "sgd"}),
     ("", "--dtype float16", {"fp16": True, "dtype": "float16"}, {"dtype": "float32"}),
     ("", "--loss-spike rollback goes back", {"loss_spike": "rollback", "save_strategy": "no"}, {"save_strategy": "steps"}),

@@ -343,6 +343,17 @@ def test_bfloat16_is_offered_where_a_run_would_not_compute_in_it(bf16: bool | No
     assert any("bf16" in changes for changes in tried) == offered
 
 
+def test_bfloat16_is_not_offered_to_a_run_in_float8() -> None:
+    """Fails when: --fp8 is not known to compute the rest in it, on a device that would not choose it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(BatchConfig):
+        bf16: bool | None = None
+        fp8: str = "rowwise"
+
+    assert not any("bf16" in changes for changes in _candidates(Config(), Device("made up", "cuda", 2**34, ampere=False)))
+
+
 @pytest.mark.parametrize(
     ("named", "offered"),
     [({}, True), ({"dtype": "bfloat16"}, False), ({"fsdp": True}, False), ({"zero_stage": 2}, False), ({"optim": "lion_8bit"}, False), ({"use_peft": True}, False)],

@@ -81,9 +81,11 @@ def test_the_hub_takes_every_card(license: str | None, adapter: str | None) -> N
 
 
 def test_settings_that_say_nothing_of_the_training_stay_out() -> None:
-    """Fails when: all settings of the run card are shown, or a path with the folders above it."""
-    card = model_card(RUN_CARD | {"data": {"dataset": "/home/ann/secret-project/rows.jsonl"}}, METRICS, "run", "LlamaForCausalLM")
-    for word in ("sk_1", "secret-project", "/home", "resume_from", "num_train_epochs"):
+    """Fails when: all settings of the run card are shown, one that is none among them, or a path with the folders above it."""
+    settings = {**RUN_CARD["settings"], "fp8": "none"}
+    run_card = RUN_CARD | {"settings": settings, "data": {"dataset": "/home/ann/secret-project/rows.jsonl"}}
+    card = model_card(run_card, METRICS, "run", "LlamaForCausalLM")
+    for word in ("fp8", "sk_1", "secret-project", "/home", "resume_from", "num_train_epochs"):
         assert word not in card
     assert "`rows.jsonl`" in card
 

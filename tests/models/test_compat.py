@@ -1,4 +1,4 @@
-"""Names of transformers, peft and torch that are not public, and that models need: each is where it was, and does what it did.
+"""Names of transformers, peft, torch and torchao that are not public, and that models need: each is where it was, and does what it did.
 
 A failure here after an upgrade says which function of toolkit/models/compat.py needs another name.
 """
@@ -116,3 +116,14 @@ def test_hooks_of_a_forward_pass_can_be_looked_at() -> None:
     assert compat.hooks_before(module) == compat.hooks_before(copy.deepcopy(module)) == [hook]
 
 
+
+
+def test_a_linear_layer_of_float8_has_the_parameters_of_the_one_it_was() -> None:
+    """Fails when: torchao's class is elsewhere, takes another kind of config, or copies what it is made from."""
+    float8 = pytest.importorskip("torchao.float8", reason="pip install torchao")
+    layer = nn.Linear(16, 32)
+    found = compat.linear_in_float8().from_float(layer, float8.Float8LinearConfig(emulate=True))
+    assert isinstance(found, nn.Linear)
+    assert found.weight is layer.weight
+    assert found.bias is layer.bias
+    assert found.config.emulate

@@ -205,6 +205,7 @@ def test_a_line_says_what_a_run_is_before_it_begins() -> None:
         ("no", "float32", {"bf16": None}, "no", "cpu, float32;"), ("bf16", "bfloat16", {"bf16": None}, "no", "cpu, bfloat16 (float32 with --no-bf16);"),
         ("no", "bfloat16", {"bf16": None}, "no", "cpu, bfloat16;"),
         ("bf16", "float32", {"bf16": None, "resume": True}, "no", "bf16 over float32;"), ("bf16", "float32", {"bf16": None}, "bf16", "bf16 over float32;"),
+        ("bf16", "float32", {"bf16": None, "fp8": "rowwise"}, "no", "bf16 over float32;"),
     ],
 )  # fmt: skip
 def test_a_precision_that_the_device_has_chosen_is_shown_with_the_way_back(

@@ -124,6 +124,7 @@ def test_a_default_that_is_a_directory_here_is_refused(recipe: str, tmp_path: Pa
         ("zero", [], ["deepspeed"]),
         ("lora", ["--load-in-4bit", "--model", "Qwen/Qwen3-0.6B"], ["bitsandbytes"]),
         *(("sft", ["--optim", name], ["bitsandbytes"]) for name in ("adamw_bnb_8bit", "lion_32bit", "lion_8bit")),
+        ("sft", ["--fp8", "rowwise"], ["torchao"]),
         ("sft", ["--optim", "adafactor"], []),
     ],
     ids=lambda value: "_".join(value) or "none" if isinstance(value, list) else value,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Settings left at their defaults: a checkpoint fits any layout, and here it is put into one model on the CPU.
 _OF_THE_LAYOUT = (
-    "zero_stage", "fsdp", "offload", "deepspeed", "bf16", "fp16", "tf32", "attn_implementation", "torch_compile",
+    "zero_stage", "fsdp", "offload", "deepspeed", "bf16", "fp16", "fp8", "tf32", "attn_implementation", "torch_compile",
     "gradient_checkpointing", "dataloader_num_workers", "report_to", "push_to_hub",
 )  # fmt: skip
 

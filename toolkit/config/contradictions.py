@@ -33,6 +33,10 @@ _ROWS: tuple[tuple[Callable[..., Any], str], ...] = (
      "--do-sample draws one text, {num_beams} searches among several: choose one."),
     # Precision
     (lambda bf16, fp16: bf16 and fp16, "--bf16 and --fp16 are two precisions for one computation: choose one."),
+    (lambda fp8, bf16, fp16: fp8 != "none" and (fp16 or bf16 is False),
+     "{fp8} is for runs in bfloat16: leave --no-bf16 and --fp16 out."),
+    (lambda fp8, load_in_4bit: fp8 != "none" and load_in_4bit,
+     "{fp8} and --load-in-4bit are two ways to round one matrix: choose one."),
     (lambda fp16, dtype: fp16 and dtype == "float16",
      "--fp16 scales the loss for weights in float32, and {dtype} leaves none: take --dtype float32, or --bf16."),
     (lambda stochastic_rounding, optim: stochastic_rounding and optim in OF_BITSANDBYTES,

@@ -150,6 +150,12 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, IncidentConfig, SeedConf
         on_resume="rounding",
     )
     fp16: bool = setting(False, "Compute in float16 with loss scaling (autocast).", on_resume="rounding")
+    fp8: str = setting(
+        "none",
+        "Products of the layers' matrices in 8-bit floats, over bf16, scaled by row (rowwise: rounds less) or by matrix "
+        "(tensorwise: faster). Needs torchao and a GPU that has them; a CPU emulates them. Faster with --torch-compile alone.",
+        choices=("none", "tensorwise", "rowwise"), on_resume="rounding",
+    )
     tf32: bool | None = setting(None, "TF32 matrix products on CUDA. Default: torch's.", on_resume="rounding")
     full_determinism: bool = setting(
         False, "The same bits in every run on CUDA: deterministic algorithms, slower. On a CPU they are the same anyway.",

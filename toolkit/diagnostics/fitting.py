@@ -59,7 +59,7 @@ def _candidates(config: Settings, device: Device) -> Iterator[dict[str, Any]]:
     size, count = values.get("per_device_train_batch_size", 1), values.get("gradient_accumulation_steps", 1)
     one = _split(values, 1, size * count)
     has_units = device.ampere if device.kind == "cuda" else multiplies_bf16(device.kind)
-    named = values.get("bf16", True)
+    named = True if values.get("fp8", "none") != "none" else values.get("bf16", True)
     half = {} if values.get("fp16") or (has_units if named is None else named) else {"bf16": True}
     again = {"gradient_checkpointing": True} if values.get("gradient_checkpointing") is False else {}
     adapter = {"use_peft": True, "dtype": "bfloat16"} if values.get("use_peft") is False and "dtype" in values else {}

@@ -34,10 +34,10 @@ QUIET: dict[str, Any] = {
 }  # fmt: skip
 # Also where its numbers are computed, and how.
 _PLAIN: dict[str, Any] = {
-    **QUIET, "use_cpu": True, "bf16": False, "fp16": False, "torch_compile": False, "gradient_checkpointing": False,
-    "load_in_4bit": False, "fsdp": False, "zero_stage": None, "offload": "none", "deepspeed": None,
-    "dataloader_num_workers": 0, "auto_find_batch_size": False, "rollout_server": None, "num_samples": 0, "metrics": [],
-    "predict_with_generate": False, "global_batch_size": None, "eval_delay": 0.0, "save_steps": 10**6,
+    **QUIET, "use_cpu": True, "bf16": False, "fp16": False, "fp8": "none", "torch_compile": False,
+    "gradient_checkpointing": False, "load_in_4bit": False, "fsdp": False, "zero_stage": None, "offload": "none",
+    "deepspeed": None, "dataloader_num_workers": 0, "auto_find_batch_size": False, "rollout_server": None, "num_samples": 0,
+    "metrics": [], "predict_with_generate": False, "global_batch_size": None, "eval_delay": 0.0, "save_steps": 10**6,
     "divergence": "warn", "nonfinite": "skip", "rollouts_from": None,
     "group_by_length": False,  # rows of one length have no padding, and a mistake in it is not seen
 }  # fmt: skip

@@ -21,7 +21,7 @@ SHOWN = (
     "loss_type", "beta", "self_distillation", "distillation_loss", "skew_alpha", "temperature", "cross_entropy_share",
     "teacher_top_k", "on_policy_share", "match_layers", "match_attention", "attention_annealing", "learning_rate",
     "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "label_smoothing_factor", "num_train_epochs",
-    "max_steps", "max_length", "packing", "bf16", "fp16", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
+    "max_steps", "max_length", "packing", "bf16", "fp16", "fp8", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
     "load_in_4bit", "seed",
 )  # fmt: skip
 _TASKS = {
@@ -180,7 +180,7 @@ def _teacher(run_card: Mapping[str, Any]) -> str:
 
 def _settings(run_card: Mapping[str, Any]) -> dict[str, Any]:
     settings, layout = run_card.get("settings") or {}, run_card.get("layout") or {}
-    with_value = {name: settings[name] for name in SHOWN if settings.get(name) not in (None, False, [], ())}
+    with_value = {name: settings[name] for name in SHOWN if settings.get(name) not in (None, False, [], (), "none")}
     if "max_steps" in with_value:
         with_value.pop("num_train_epochs", None)  # which that overrides
     divergence = str(with_value.get("distillation_loss", ""))

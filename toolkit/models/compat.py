@@ -1,6 +1,6 @@
 """Names of other libraries that are not public, which models need; tests/models/test_compat.py fails when one moves.
 
-Seen in transformers 5.23 and torch 2.13.
+Seen in transformers 5.23, torch 2.13 and torchao 0.18.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from toolkit.system.devices import chosen_type
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -172,3 +174,28 @@ def hooks_before(module: nn.Module) -> list[Any]:
 def softmax_backward(of_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The gradient of a softmax's input, of that of its output, over the last dimension: one kernel."""
     return torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+
+
+# -- torchao ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def linear_in_float8() -> Any:
+    """A linear layer that multiplies in float8 what would be multiplied in half precision, and anything else as it is.
+
+    torchao (0.18) converts to a class that it calls private, which multiplies in float8 always, so also what a model that is
+    loaded is asked on the CPU before it's trained on a GPU. Of autocast it knows that of CUDA alone.
+    """
+    from torchao.float8.float8_linear import Float8Linear
+
+    class LinearInFloat8(Float8Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            kind = input.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+            is_elsewhere = chosen_type(input.device) == "cpu" and not self.config.emulate
+            if is_elsewhere or dtype.itemsize != 2:
+                return nn.functional.linear(input, self.weight, self.bias)
+            output: torch.Tensor = super().forward(input.to(dtype))
+            return output
+
+    return LinearInFloat8

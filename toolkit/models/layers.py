@@ -44,6 +44,13 @@ def check_compiler(backend: str, device: str) -> None:
         )
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's layers, of which it is a stack: nothing of its head and its embedding is in them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def compile_layers(model: nn.Module, recomputed: bool, backend: str = "inductor") -> None:
     """Compile each layer by itself: one compilation serves all of them, whatever the number.
 
@@ -51,9 +58,7 @@ def compile_layers(model: nn.Module, recomputed: bool, backend: str = "inductor"
     transformers (5.23) puts it inside, where the loop over documents, which is not compiled, makes torch give the layer up
     and run it as it was, silently.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers_of(model)
     if not layers:
         raise Refusal(f"--torch-compile: {type(model).__name__} has no layers of the kind that can be compiled. Remove it.")
     for layer in layers:

@@ -26,6 +26,7 @@ from toolkit.models.attention.packable import (
 )
 from toolkit.models.compat import commit_of, set_commit
 from toolkit.models.dropout import take_fast_dropout
+from toolkit.models.float8 import multiply_in_float8
 from toolkit.models.layers import check_compiler, checkpoint_layers, compile_layers
 from toolkit.models.loaded import Loaded, note_loaded
 from toolkit.models.not_loadable import check_direction, check_ends, directory_or_name, explained, model_class_of
@@ -121,6 +122,8 @@ def load_model(
                 raise
             say_once(f"{problem.what}: its rows are padded")
             take_attention_of_padded_rows(model, config.attn_implementation, problem)
+    if (in_float8 := getattr(config, "fp8", "none")) != "none":
+        multiply_in_float8(model, in_float8, _device(config))
     if config.torch_compile:
         check_compiler(config.torch_compile_backend, _device(config))
         compile_layers(model, config.gradient_checkpointing, config.torch_compile_backend)

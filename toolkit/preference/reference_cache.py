@@ -64,6 +64,8 @@ class ReferenceSettings(Protocol):
     @property
     def init_lora_weights(self) -> str: ...
     @property
+    def fp8(self) -> str: ...
+    @property
     def tf32(self) -> bool | None: ...
     @property
     def eval_strategy(self) -> str: ...
@@ -181,7 +183,7 @@ def _path_of(
     content = {
         "version": FORMAT_VERSION,
         "settings": {name: getattr(config, name) for name in sorted(names)},
-        "precision": [precision == "bf16", precision == "fp16", config.tf32],
+        "precision": [precision == "bf16", precision == "fp16", config.tf32, *([config.fp8] if config.fp8 != "none" else [])],
         "ld_alpha": ld_alpha,
         "weights": _weights(unwrapped(model), config.model),
         "pairs": [digest_of_columns(dataset, _DIGESTED) for dataset in datasets],

@@ -53,7 +53,8 @@ def _is_chosen_by_device(settings: Mapping[str, Any]) -> bool:
     """Whether nobody has named the precision: a setting, a file of an engine, the launcher, or the run that is continued."""
     elsewhere = any(settings.get(name) for name in ("deepspeed", "resume", "resume_from"))
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no" or "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ
-    return settings.get("bf16", False) is None and not elsewhere and not launched
+    named = settings.get("bf16", False) is not None or settings.get("fp8", "none") != "none"
+    return not named and not elsewhere and not launched
 
 
 def _what_is_faster(card: Mapping[str, Any]) -> list[str]:

@@ -95,6 +95,8 @@ def packages_for(settings: Mapping[str, Any], recipe: Path, accelerate_config: P
         wanted.add("deepspeed")
     if settings.get("optim") in OF_BITSANDBYTES or settings.get("load_in_4bit"):
         wanted.add("bitsandbytes")
+    if settings.get("fp8", "none") != "none":
+        wanted.add("torchao")
     return sorted(wanted)
 
 

@@ -275,7 +275,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, dict[str, Any]] | None, Any, list
     ({}, ("MEGATRON_LM", {}), None, ["Megatron-LM", "not supported yet"]),
     ({}, ("FSDP", {"fsdp_version": 2, "parallelism_config": {"parallelism_config_tp_size": 2}}), None, ["tp_size: 2", "not supported"]),
     ({}, ("FSDP", {"fsdp_version": 2, "parallelism_config": {"parallelism_config_cp_size": 2}}), None, ["cp_size: 2", "not supported"]),
-    ({}, ("torchrun", {"ACCELERATE_MIXED_PRECISION": "fp8"}), None, ["mixed_precision: fp8", "bf16"]),
+    ({}, ("torchrun", {"ACCELERATE_MIXED_PRECISION": "fp8"}), None, ["mixed_precision: fp8", "bf16", "--fp8"]),
+    ({"fp8": "rowwise"}, ("torchrun", {"ACCELERATE_MIXED_PRECISION": "fp16"}), None, ["--fp8 rowwise contradicts mixed_precision: fp16"]),
     ({}, ("MULTI_GPU", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}), None, ["--no-torch-compile contradicts dynamo_backend: inductor", "take --torch-compile"]),
     ({"torch_compile": True}, ("MULTI_GPU", {"dynamo_config": {"dynamo_backend": "EAGER"}}), None, ["dynamo_backend: eager", "inductor"]),
 ]  # fmt: skip

@@ -193,7 +193,10 @@ def _offload_of(devices: Mapping[str, Named | None]) -> Named | None:
 def _precision(config: RunConfig) -> Named | None:
     if config.fp16:
         return Named("fp16", "--fp16")
-    return None if config.bf16 is None else Named("bf16", "--bf16") if config.bf16 else Named("no", "--no-bf16")
+    if config.bf16 is None:  # float8 takes the place of products in bfloat16
+        in_float8 = in_settings(values_of(config), "fp8")
+        return in_float8 and in_float8._replace(value="bf16")
+    return Named("bf16", "--bf16") if config.bf16 else Named("no", "--no-bf16")
 
 
 def _sharded_precision(engine: str, unnamed: str, *sources: Named | None) -> str:
@@ -261,7 +264,8 @@ def _refuse_unsupported(environment: Mapping[str, str]) -> None:
         raise Refusal("Megatron-LM in the accelerate config is not supported yet. Choose DeepSpeed, FSDP or MULTI_GPU there.")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "bf16", "fp16"):
-        raise Refusal(f"mixed_precision: {precision} in the accelerate config is not supported yet. Write bf16 there.")
+        also = ", and take --fp8 rowwise" if precision == "fp8" else ""
+        raise Refusal(f"mixed_precision: {precision} in the accelerate config is not supported yet. Write bf16 there{also}.")
     if _is_true(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         for variable, size in environment.items():
             if variable.startswith("PARALLELISM_CONFIG_") and variable.endswith("_SIZE") and size != "1":

@@ -52,6 +52,8 @@ def check_engine(choice: EngineChoice, config: RunConfig, *, in_code: bool = Fal
             f"--stochastic-rounding with {choice.title}: not proven on shards. Take --bf16 and --dtype float32, whose updates "
             "are not rounded."
         )
+    if choice.name == "zero" and settings.get("fp8", "none") != "none":
+        raise Refusal(f"--fp8 {settings['fp8']} with {choice.title}: not proven there. Take --fsdp, or leave it out.")
     devices = [look_up(choice.deepspeed, f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")]
     if "nvme" in devices:
         without = {"save_strategy": "no", "load_best_model_at_end": False, "optim": "adamw_torch"}
