@@ -1,6 +1,6 @@
 # make demo     pretrain on real text, fine-tune, and write runs/demo/report.html (under five minutes on two cores)
 # make test     each promise of the documentation once
-# make test-all all tests: those, and then the slow ones
+# make test-all all tests: those, then the slow ones, then those of --fp8 next to torchao
 # make chaos    faults caused on purpose and malformed inputs, in the long form; the faults' table is in docs/reliability.md
 # make bench    every method next to TRL, Trainer or sentence-transformers, in turn: hours; PAIRS runs a side
 # make gpu      what one GPU does with the toolkit: tests, recipes, speed next to TRL, in under ten minutes (benchmarks/gpu.py)
@@ -14,13 +14,14 @@ CORE := .venv/installed
 DEV := .venv/installed-dev
 SDK := .venv/installed-sagemaker
 SKYPILOT := .venv/installed-skypilot
+TORCHAO := .venv/installed-torchao
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Packages are installed without their compiled form, which their first import writes: where that is forbidden (images often set
 # this), every process would compile all it imports anew, for 20 seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-all chaos bench gpu docs lint install clean
+.PHONY: demo test test-slow test-float8 test-all chaos bench gpu docs lint install clean
 
 demo: $(CORE)
 	$(BIN)/python recipes/pretrain.py --output-dir runs/demo/pretrain --overwrite-output-dir
@@ -36,7 +37,10 @@ test: $(DEV) $(SDK) $(SKYPILOT)
 test-slow: $(DEV) $(SDK)
 	$(RUN_TESTS) -m slow $(PYTEST)
 
-test-all: test test-slow
+test-float8: $(DEV) $(TORCHAO)
+	PYTHONPATH=$(CURDIR)/.venv/torchao $(subst pytest tests,pytest tests/models/test_float8.py,$(RUN_TESTS)) $(PYTEST)
+
+test-all: test test-slow test-float8
 
 # TRIALS is the share of the trials in percent; PYTEST="-k power" takes some of the faults.
 chaos: $(DEV) $(SDK)
@@ -53,7 +57,7 @@ bench: $(DEV)
 	for each in grpo rollouts; do $(BIN)/python benchmarks/$$each.py --rounds $(or $(PAIRS),3) || exit 1; done
 
 gpu: $(DEV)
-	$(BIN)/python -m benchmarks.gpu $(PARTS)
+	$(BIN)/python benchmarks/gpu.py $(PARTS)
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -91,6 +95,11 @@ $(SDK): tests/sagemaker_jobs/requirements.txt | $(DEV)
 $(SKYPILOT): | $(CORE)
 	$(PIP) --no-deps --target .venv/skypilot skypilot==0.14.1
 	@touch $(SKYPILOT)
+
+# torchao for the tests of --fp8 alone: where it is installed, transformers imports it in every run.
+$(TORCHAO): | $(CORE)
+	$(PIP) --no-deps --target .venv/torchao torchao
+	@touch $(TORCHAO)
 
 clean:
 	rm -rf .venv runs build site *.egg-info

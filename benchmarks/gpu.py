@@ -1,8 +1,8 @@
 """What one GPU does with the toolkit, in under ten minutes: `make gpu`.
 
-    python -m benchmarks.gpu                      # all parts, in their order, each within its time
-    python -m benchmarks.gpu steps syncs          # some of them
-    python -m benchmarks.gpu --tiny               # the same at toy shapes, on a CPU where there is no GPU: a rehearsal
+    python benchmarks/gpu.py                      # all parts, in their order, each within its time
+    python benchmarks/gpu.py steps syncs          # some of them
+    python benchmarks/gpu.py --tiny               # the same at toy shapes, on a CPU where there is no GPU: a rehearsal
 
 | part | what it does |
 | --- | --- |
@@ -39,8 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from benchmarks.side_by_side import BEST, DEFAULTS, END, FIRST_WORD, OURS, PAD, SHAPES, SHAPES_OF, Shape, random_lengths
+from side_by_side import BEST, DEFAULTS, END, FIRST_WORD, OURS, PAD, SHAPES, SHAPES_OF, Shape, random_lengths
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS, LOGGED = 6, 18, 3  # the first compile; a log line waits for the device
@@ -272,7 +271,7 @@ def _report(output: Path) -> Iterator[str]:
     """results.jsonl as Markdown."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
+    command = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
     yield f"`{command}`, {date.today()}; {device}; Python {platform.python_version()}, {packages}."
     records = [json.loads(line) for line in (output / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     for part in PARTS:

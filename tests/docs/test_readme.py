@@ -1,7 +1,11 @@
 """The README shows what is there."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from toolkit.cli.main import COMMANDS
 
@@ -35,3 +39,11 @@ def test_the_table_has_every_command_and_no_other() -> None:
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {words.split()[0] for cell in first_cells for words in re.findall(r"`([^`]+)`", cell)}
     assert named == {name for panel in COMMANDS.values() for name in panel}
+
+
+@pytest.mark.parametrize("name", ["gpu", "sft"])
+def test_benchmarks_start(name: str) -> None:
+    """As scripts of their folder, as `make gpu` and `make bench` start them. Fails when: one imports another as a package's."""
+    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {name}.py")

@@ -23,7 +23,7 @@ from toolkit.distributed.engines.start import check_engine
 from toolkit.models.float8 import multiply_in_float8
 from toolkit.models.layers import compile_layers
 
-pytest.importorskip("torchao", reason="pip install torchao")
+pytest.importorskip("torchao", reason="make test-float8")
 CAUSAL = "AutoModelForCausalLM"
 WAYS = ["rowwise", "tensorwise"]
 

@@ -453,6 +453,7 @@ REFUSED_LABELS = {
     "list": ([["a"], ["b"]], {}, r"r:0: .*list of 1.*multi_label"),
     "text for a number": (["a", "b"], {"problem_type": "regression"}, r"r:0: .*'a'.*finite number"),
     "not a number": ([1.0, float("nan")], {"problem_type": "regression"}, r"r:1: .*finite number"),
+    "not in float32": ([1.0, 1e300], {"problem_type": "regression"}, r"r:1: .*1e\+300.*finite number"),
     "class for several": (["a", "b"], {"problem_type": "multi_label"}, r"r:0: .*list of classes"),
     "one class": (["a"], {}, r"All labels .*train .*'a'"),
     "too few weights": (["a", "b"], {"class_weights": [1.0]}, r"--class-weights .*1 weights; .*2 classes: a, b"),

@@ -21,6 +21,7 @@ Batch = dict[str, list[Any]]
 Read = TypeVar("Read")
 MASKS = ("labels", "completion_mask", "assistant_masks")  # of tokenized rows; the latter two are TRL's
 CHATS = ("chat", "prompted_chat")
+_LARGEST = 3.4028234663852886e38  # in float32
 ALPACA = ("instruction", "input", "output", "system")
 _OTHER_NAMES = {
     "anchor": ("query", "question", "premise", "title"),
@@ -198,6 +199,11 @@ def _from_json(value: Any, column: str, origin: str) -> Any:
 def as_whole(value: object) -> Any:
     """A float without a fraction as a whole number: where one of a column has a fraction, Arrow makes all of them floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def is_finite(value: float) -> bool:
+    """Whether it is a number in float32, in which losses and metrics are computed."""
+    return abs(value) <= _LARGEST
 
 
 def describe(value: object) -> str:

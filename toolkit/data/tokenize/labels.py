@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
 import unicodedata
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import ClassificationConfig, Refusal
-from toolkit.data.tokenize.columns import describe, label_column
+from toolkit.data.tokenize.columns import describe, is_finite, label_column
 from toolkit.system.console import first_of, quoted
 
 if TYPE_CHECKING:
@@ -190,6 +189,6 @@ def _vector(value: Any, classes: Classes, origin: str) -> list[float]:
 
 
 def _number(value: Any, origin: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
         raise Refusal(f"{origin}: the label is {describe(value)}, and --problem-type regression needs a finite number.")
     return float(value)

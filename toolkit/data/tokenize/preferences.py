@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import DataConfig, Refusal
-from toolkit.data.tokenize.columns import Plan, columns_of, describe, is_wrapped, wrong_columns
+from toolkit.data.tokenize.columns import Plan, columns_of, describe, is_finite, is_wrapped, wrong_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -243,7 +242,7 @@ def _content(answer: Any) -> Any:
 
 
 def _number(value: Any, column: str, origin: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
         raise Refusal(
             f"{origin}: {column} is {describe(value)}, and must be a finite number. Correct or remove the row, or leave the "
             "column out by renaming it, as --rename-columns old=unused"

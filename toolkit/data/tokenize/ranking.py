@@ -20,7 +20,7 @@ from toolkit.config import DataConfig, RankingConfig, Refusal
 from toolkit.data.compat import fingerprint_of, set_fingerprint
 from toolkit.data.report import Piece, part_pieces
 from toolkit.data.tokenize.classification import PairFrame, pair_frame
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, rows_of, wrong_columns
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, is_finite, rows_of, wrong_columns
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.system.console import quoted
@@ -293,7 +293,7 @@ def _grade(value: Any, name: str, origin: str) -> float:
             raise Refusal(
                 f"{origin}: {name} is the text {quoted(value[:40])}, and must be a number. Correct the row."
             ) from None
-    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+    if not isinstance(value, (bool, int, float)) or not is_finite(value):
         raise Refusal(f"{origin}: {name} is {describe(value)}, and must be a number. Correct or remove the row.")
     return float(value)
 

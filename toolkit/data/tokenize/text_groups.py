@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import numpy as np
 
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.report import Piece
-from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, wrong_columns
+from toolkit.data.tokenize.columns import Batch, Plan, check_texts, columns_of, describe, is_finite, wrong_columns
 from toolkit.data.tokenize.documents import Cut, Documents, Encoder, check_room, join_documents, leave_out
 from toolkit.data.tokenize.format import Format, Splits
 
@@ -125,7 +124,7 @@ class TextGroups:
         return documents, Cut(overlong=int(is_over.sum()), tokens=int(lost.sum()))
 
     def _score(self, value: Any, origin: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
             raise Refusal(f"{origin}: score is {describe(value)}, and must be a number. Correct or remove the row.")
         if abs(value) > self.score_scale:
             raise Refusal(
