@@ -38,7 +38,7 @@ test-slow: $(DEV) $(SDK)
 	$(RUN_TESTS) -m slow $(PYTEST)
 
 test-float8: $(DEV) $(TORCHAO)
-	PYTHONPATH=$(CURDIR)/.venv/torchao $(subst pytest tests,pytest tests/models/test_float8.py,$(RUN_TESTS)) $(PYTEST)
+	PYTHONPATH=$(CURDIR)/.venv/torchao $(subst pytest tests,pytest tests/models tests/preference/test_reference.py -k "float8 or fp8",$(RUN_TESTS)) $(PYTEST)
 
 test-all: test test-slow test-float8
 

@@ -147,7 +147,7 @@ _RIGHT: dict[str, tuple[str, str, str, str]] = {
 @pytest.mark.parametrize("name", _RIGHT)
 def test_what_is_right_in_another_way_is_not_accused(name: str, tmp_path: Path) -> None:
     """Fails when, by row: labels are counted from 1/2 and not from the mean of their list; a bias of 0 gradient counts as unreached; rates
-    are compared with a schedule that the recipe never asks; a reference is to be of both answers, whatever it is for; also where each has
+    are compared with a schedule that the recipe never asks; a reference is to be of both answers, in any loss; also where each has
     a loss of its own; a KL is to be less when the two are apart; advantages are to add up to 0 by prompt; old values are read without a
     range to clip to; lists must be of any lengths; embeddings are compared with their lengths; a loss must fall by 30%."""
     recipe, old, new, check = _RIGHT[name]

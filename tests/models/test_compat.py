@@ -120,7 +120,7 @@ def test_hooks_of_a_forward_pass_can_be_looked_at() -> None:
 
 def test_a_linear_layer_of_float8_has_the_parameters_of_the_one_it_was() -> None:
     """Fails when: torchao's class is elsewhere, takes another kind of config, or copies what it is made from."""
-    float8 = pytest.importorskip("torchao.float8", reason="pip install torchao")
+    float8 = pytest.importorskip("torchao.float8", reason="make test-float8")
     layer = nn.Linear(16, 32)
     found = compat.linear_in_float8().from_float(layer, float8.Float8LinearConfig(emulate=True))
     assert isinstance(found, nn.Linear)

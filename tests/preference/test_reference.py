@@ -167,7 +167,7 @@ def test_a_damaged_reference_is_computed_anew_with_one_line_that_names_it(forwar
 
 @pytest.mark.parametrize("change", [
     {"seed": 1}, {"hidden_size": 24}, {"ld_alpha": 0.5}, {"bf16": True}, {"use_peft": True}, {"dtype": "bfloat16"}, "data",
-    pytest.param({"fp8": "rowwise"}, marks=pytest.mark.skipif(find_spec("torchao") is None, reason="pip install torchao")),
+    pytest.param({"fp8": "rowwise"}, marks=pytest.mark.skipif(find_spec("torchao") is None, reason="make test-float8")),
 ], ids=str)  # fmt: skip
 def test_another_model_precision_or_data_is_computed_anew(change: Any, forwards: list[int]) -> None:
     """Fails when: what changes is left out of the key."""
