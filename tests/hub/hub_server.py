@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from card_rules import problems_of_card
+
+from tests.loopback import LoopbackServer
 
 DROP, DROP_AFTER = -1, -2
 TOKENS = {"hf_write": ("alice", "write"), "hf_read": ("bob", "read")}
@@ -101,8 +103,7 @@ class Hub:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
         self.lock = threading.RLock()
-        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
-        self.httpd.daemon_threads = True
+        self.httpd = LoopbackServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.httpd.server_address[1]}"
 
     def __enter__(self) -> "Hub":

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.loopback import LoopbackServer
 from toolkit.generation.distribution import SamplingSettings
 from toolkit.generation.random_numbers import completion_key
 from toolkit.generation.sampler import sample_groups
@@ -154,8 +155,7 @@ def handler_of(double: Double) -> type[BaseHTTPRequestHandler]:
 def serving(model: Any, tokenizer: Any) -> Iterator[Double]:
     """A block in which the server answers on a free port of the loopback."""
     double = Double(model, tokenizer)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(double))
-    server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
+    server = LoopbackServer(("127.0.0.1", 0), handler_of(double))
     double.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

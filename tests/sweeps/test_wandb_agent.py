@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.loopback import LoopbackServer
 from toolkit.cli.main import app
 from toolkit.config import Refusal
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--max-train-examples", "96", "--max-eval-examples", "40", "--use-cpu", "--hidden-size", "16", "--num-hidden-layers", "1"]
 
 
-class Server(ThreadingHTTPServer):
+class Server(LoopbackServer):
     """W&B's GraphQL, as far as an agent needs it: a sweep over one setting, and its commands."""
 
     def __init__(self) -> None:

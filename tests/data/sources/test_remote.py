@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import datasets
 import fsspec
 import pytest
 
+from tests.loopback import LoopbackServer
 from toolkit.config import DataConfig, Refusal
 from toolkit.data.sources import readers, remote
 from toolkit.data.sources.load import describe_source, load_splits
@@ -87,7 +88,7 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = LoopbackServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
