@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import tempfile
 import time
@@ -55,8 +54,8 @@ def measure_saving(run: Run, settings: Mapping[str, Any], step_seconds: float) -
     if not saver.accelerator.is_main_process:
         return None
     files = [path for path in (writer.root / f"step-{run.step}").glob("*") if path.is_file()]
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        raise NotMeasured(f"no room: {error.strerror}, in {tempfile.gettempdir()} (TMPDIR names another place)")
+    if isinstance(error, OSError):  # safetensors' have no errno, of a full disk either
+        raise NotMeasured(f"{error.strerror or error}, in {tempfile.gettempdir()} (TMPDIR names another place)")
     if error is not None or not files:
         raise NotMeasured(str(error) if error is not None else "a parameter is not finite")
     size = sum(path.stat().st_size for path in files)
