@@ -370,6 +370,22 @@ def test_a_failed_save_is_a_warning_and_training_goes_on(tmp_path: Path, monkeyp
     assert [p.name for p in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-11"]
 
 
+def test_a_checkpoint_whose_pointer_cannot_be_written_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Also for --save-error stop. Fails when: is_written is whether there was no error."""
+
+    def full(root: Path, name: str, checkpoint: Path) -> None:
+        raise OSError(28, "No space left on device", f"{root}/{name}.json")
+
+    monkeypatch.setattr("toolkit.checkpoint.writer.write_pointer", full)
+    _, run = train(Config(output_dir=str(tmp_path / "run"), save_strategy="steps", save_steps=3, save_error="stop"))
+    output = capsys.readouterr().out
+    assert "last.json" in output
+    assert "no checkpoint" not in output
+    assert run.saver.failed == 0
+
+
 def due_steps(tmp_path: Path, what: str, **settings: object) -> list[int]:
     seen = []
     config = Config(output_dir=str(tmp_path / f"run{len(list(tmp_path.iterdir()))}"), **settings)

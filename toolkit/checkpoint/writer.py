@@ -16,9 +16,10 @@ from toolkit.system.sagemaker_container import waits_for_s3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one save went: the step, and the error if there was one."""
+    """How one save went: the step, whether its checkpoint is on the disk, and the error, also one after that."""
 
     step: int
+    is_written: bool
     error: Exception | None = None
 
 
@@ -77,7 +78,7 @@ class CheckpointWriter:
 
     def _write(self, step: int, state: State, best: bool, keep_steps: frozenset[int], also_synced: Sequence[Path]) -> None:
         began = time.monotonic()
-        error: Exception | None = None
+        path, error = None, None
         try:
             for file in also_synced:
                 if file.exists():
@@ -91,4 +92,4 @@ class CheckpointWriter:
         except Exception as problem:  # in the background nobody else would see it
             error = problem
         self.seconds = time.monotonic() - began
-        self._outcomes.append(Outcome(step, error))
+        self._outcomes.append(Outcome(step, path is not None, error))

@@ -102,11 +102,16 @@ class Saver:
     def report(self, wait: bool = False) -> None:
         """Call `on_saved` for each save that has ended, and warn of those that failed. `wait`: for one still being written."""
         for outcome in self.writer.wait() if wait else self.writer.finished():
-            if outcome.error is None:
+            if outcome.is_written:
                 for observer in self.on_saved:
                     observer(self.writer.root / f"step-{outcome.step}")
-            elif not isinstance(outcome.error, OSError):
+            if outcome.error is None:
+                continue
+            if not isinstance(outcome.error, OSError):
                 raise outcome.error
+            if outcome.is_written:  # the next save does it again
+                what = f"the checkpoint at step {outcome.step} is written, but not its pointer, or older ones stay"
+                self.say(f"WARNING: {what}: {outcome.error}")
             else:
                 self.failed += 1
                 record = {"step": outcome.step, "error": str(outcome.error), "time": round(self._seconds, 3)}
