@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +91,31 @@ def test_a_worker_that_is_killed_ends_the_process_at_once() -> None:
         os.killpg(process.pid, signal.SIGKILL)
         _, printed = process.communicate()
     assert process.returncode == 1, printed  # what torch says, or multiprocessing of the broken connection
+
+
+LOSES_FOLDER = """import os, shutil, sys, tempfile, torch
+from torch.utils.data import DataLoader
+from toolkit.data.loading.loaders import _outlive_a_stop
+from toolkit.data.worker_processes import LostSockets, started
+def load():
+    return started(DataLoader(torch.arange(10**6), num_workers=2, worker_init_fn=_outlive_a_stop), "--dataloader-num-workers")
+rows = load()
+for _ in range(4): next(rows)  # of both workers, which have their sockets now
+shutil.rmtree(tempfile.gettempdir())
+try:
+    for row in rows if sys.argv[1] == "the rows that are being read" else load(): pass
+except LostSockets as lost:
+    print(lost)"""
+
+
+@pytest.mark.parametrize("which", ["the rows that are being read", "the rows of an evaluation"])
+def test_workers_without_the_folder_of_their_sockets_are_named(which: str, tmp_path: Path) -> None:
+    """TMPDIR is removed; no worker adds a traceback of its own, and what is loaded next doesn't wait for ever. Fails when:
+    _reached doesn't look for the folder, started doesn't before it starts them, or _lost kills nobody."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, "-c", LOSES_FOLDER, which]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{folder}/")

@@ -6,14 +6,22 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
+from toolkit.data.compat import folder_of_sockets
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+
+class LostSockets(Exception):
+    """Worker processes can't be reached any more: the folder of their sockets is gone."""
+
+    exit_code, on_every_rank = 1, True
 
 
 def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
@@ -21,25 +29,49 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
 
     Raises:
         Refusal: they can't be started, for a limit of processes or threads, or without /dev/shm.
+        LostSockets: what they have in TMPDIR was removed, before or while they run.
     """
     _end_them_at_the_end()
     before = multiprocessing.active_children()
     try:
-        return iter(loader)
+        sockets = folder_of_sockets() if loader.num_workers else ""
+        if sockets and not os.path.isdir(sockets):
+            raise _lost(sockets)
+        return _reached(iter(loader), sockets)
     except (OSError, RuntimeError) as error:
         places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         if not any("multiprocessing" in place for place in places):  # the first rows, which are read here, can't be had
             raise
         # torch (2.13) leaves those that were started, and Python waits for them at its end
-        for process in multiprocessing.active_children():
-            if process not in before:
-                with contextlib.suppress(RuntimeError):  # of torch, at a worker's end
-                    process.kill()
-                    process.join()
+        _kill(process for process in multiprocessing.active_children() if process not in before)
         raise Refusal(
             f"{flag} {loader.num_workers}: the worker processes can't be started ({error}). They need processes, threads and "
             f"/dev/shm, of which a container may have few. Take a smaller number."
         ) from error
+
+
+def _reached(rows: Iterator[Any], sockets: str) -> Iterator[Any]:
+    try:
+        yield from rows
+    except FileNotFoundError:
+        if sockets and not os.path.isdir(sockets):
+            raise _lost(sockets) from None
+        raise
+
+
+def _lost(sockets: str) -> LostSockets:
+    _kill(process for process in multiprocessing.active_children() if process.daemon)  # each would end in a traceback
+    return LostSockets(
+        f"{sockets} was removed, without which worker processes can't be reached. Go on with --resume, and with TMPDIR set to "
+        "a folder that stays."
+    )
+
+
+def _kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
+    for process in processes:
+        with contextlib.suppress(RuntimeError):  # of torch, at a worker's end
+            process.kill()
+            process.join()
 
 
 @functools.cache
@@ -48,8 +80,6 @@ def _end_them_at_the_end() -> None:
     SIGTERM. Those of a run ignore it, and Python would wait for them."""
 
     def end() -> None:
-        for process in multiprocessing.active_children():
-            if process.daemon:
-                process.kill()
+        _kill(process for process in multiprocessing.active_children() if process.daemon)
 
     atexit.register(end)  # after multiprocessing's own, so called before it
