@@ -192,6 +192,11 @@ class Recipe(tk.ModelConfig, tk.DataConfig, tk.OptimConfig, tk.RunConfig):
     use_cpu: bool = True
 
 
+@dataclass(frozen=True)
+class Adapted(Recipe, tk.AdapterConfig):
+    """Those of one with an adapter."""
+
+
 @pytest.mark.parametrize(
     ("named", "message"),
     [
@@ -270,6 +275,18 @@ def test_a_resumed_run_keeps_the_precision_that_it_has(named, precision, root, t
     checkpoint = root / "tests/faults/fixtures/schema-1-run"
     config = Recipe(output_dir=str(tmp_path / "run"), resume_from=str(checkpoint), **named)
     assert tk.build_accelerator(config).mixed_precision == precision
+
+
+@pytest.mark.parametrize(
+    ("named", "package"),
+    [({"fp8": "rowwise"}, "torchao"), ({"optim": "lion_8bit"}, "bitsandbytes"), ({"load_in_4bit": True}, "bitsandbytes")],
+)
+def test_a_setting_whose_package_is_missing_is_refused_before_the_data_are_read(named, package, tmp_path, monkeypatch):
+    """Fails when: its line of `packages_of_settings` is left out."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = read_command_line(Adapted, ["--output-dir", str(tmp_path / "run")], {})
+    with pytest.raises(tk.Refusal, match=f"--{next(iter(named)).replace('_', '-')} .*pip install {package}"):
+        tk.build_accelerator(replace(config, **named))
 
 
 @pytest.mark.parametrize("named", ["", "checkpoints", "model"])

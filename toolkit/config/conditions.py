@@ -137,6 +137,18 @@ def never_measured(metric: str, metrics: list[str]) -> bool:
 
 WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")
 OF_BITSANDBYTES = ("adamw_bnb_8bit", "lion_32bit", "lion_8bit")
+
+
+def packages_of_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The packages that settings need next to the toolkit's own dependencies, by the setting's name."""
+    needed = {
+        "optim": ("bitsandbytes", settings.get("optim") in OF_BITSANDBYTES),
+        "load_in_4bit": ("bitsandbytes", settings.get("load_in_4bit")),
+        "fp8": ("torchao", settings.get("fp8", "none") != "none"),
+    }
+    return {name: package for name, (package, is_needed) in needed.items() if is_needed}
+
+
 WITH_BETAS = (*WITH_ADAM, "lion_32bit", "lion_8bit")
 WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
 

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.command_line.reading import channels_named, read_command_line
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal, check_together, settings_of
-from toolkit.config.conditions import OF_BITSANDBYTES
+from toolkit.config.conditions import packages_of_settings
 from toolkit.config.json_and_yaml import parse_yaml, read_text_file
 from toolkit.config.reading import values_of
 from toolkit.config.setting import flag_of
@@ -93,11 +93,7 @@ def packages_for(settings: Mapping[str, Any], recipe: Path, accelerate_config: P
     of_settings = settings.get("zero_stage") or settings.get("deepspeed")
     if of_settings or "DeepSpeedPlugin" in recipe.read_text(encoding="utf-8") or _says_deepspeed(accelerate_config):
         wanted.add("deepspeed")
-    if settings.get("optim") in OF_BITSANDBYTES or settings.get("load_in_4bit"):
-        wanted.add("bitsandbytes")
-    if settings.get("fp8", "none") != "none":
-        wanted.add("torchao")
-    return sorted(wanted)
+    return sorted({*wanted, *packages_of_settings(settings).values()})
 
 
 def _says_deepspeed(accelerate_config: Path | None) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from toolkit.config import Refusal, RunConfig
+from toolkit.config.conditions import packages_of_settings
 from toolkit.config.reading import values_of
 from toolkit.config.rules import check_made_in_code
+from toolkit.config.setting import flag_of
 from toolkit.system.allocator import keep_few_primitives, keep_freed_memory
 from toolkit.system.console import say
 from toolkit.system.environment import usable_cores
@@ -33,8 +36,8 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
 
     Raises:
         Refusal: settings contradict each other or the launcher's configuration, or have no effect with the others; a
-            precision the device lacks, an optimizer that can't be sharded, a tracker whose library is missing, an output
-            directory in use, an earlier run in this process that was sharded.
+            precision the device lacks, an optimizer that can't be sharded, a tracker or a setting whose library is missing, an
+            output directory in use, an earlier run in this process that was sharded.
     """
     from toolkit.distributed.engines import engine_of
     from toolkit.distributed.engines.choice import choose_engine
@@ -53,6 +56,7 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     if not several:
         check_output_dir(config)  # before the imports below: they take seconds
     trackers = tracker_names(config)
+    _check_packages(config)
     in_code = deepspeed_plugin and deepspeed_plugin.hf_ds_config.config
     check_engine(choose_engine(config, in_code=in_code), config, in_code=deepspeed_plugin is not None)
 
@@ -106,6 +110,13 @@ def build_accelerator(config: RunConfig, deepspeed_plugin: DeepSpeedPlugin | Non
     on_main(accelerator, lambda: check_output_dir(config))  # by one rank, for all: another may be writing there already
     set_seed(config.seed)
     return accelerator
+
+
+def _check_packages(config: RunConfig) -> None:
+    """Where they are used they are looked for too; here before the data are read and tokenized for nothing."""
+    for name, package in packages_of_settings(values_of(config)).items():
+        if importlib.util.find_spec(package) is None:
+            raise Refusal(f"{flag_of(name)} needs {package}, which is not installed. Install it: pip install {package}")
 
 
 def _precision_of_device(config: RunConfig, on_cpu: bool) -> str:
