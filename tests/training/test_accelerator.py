@@ -300,6 +300,15 @@ def test_a_run_in_the_place_of_its_checkpoint_is_refused_with_the_newest(named, 
         tk.build_accelerator(config)
 
 
+@pytest.mark.parametrize("named", ["", "checkpoints", "missing"])
+def test_a_folder_without_checkpoints_is_called_that(named, tmp_path):
+    """Before the data are read. Fails when: it is left to be read, and is a damaged checkpoint."""
+    (tmp_path / "old/checkpoints").mkdir(parents=True)
+    config = Recipe(output_dir=str(tmp_path / "run"), resume_from=str(tmp_path / "old" / named))
+    with pytest.raises(tk.Refusal, match=r"--resume-from .*/old.*: there is no checkpoint"):
+        tk.build_accelerator(config)
+
+
 def test_a_run_in_float16_is_continued_without_it_where_no_gpu_is(root, tmp_path, monkeypatch):
     """As its checkpoint says, and not refused as a flag that nobody gave. Fails when: it is handed on to the engine."""
     monkeypatch.setattr("toolkit.training.resume._precision_of", lambda _: "fp16")

@@ -92,13 +92,15 @@ def check_settings_to_resume(config: RunConfig) -> None:
     Settings that were not given are compared when the checkpoint is restored: a recipe may still set them.
 
     Raises:
-        Refusal: as `changes_since` does; or `resume_from` is the folder of a run or of its checkpoints.
+        Refusal: as `changes_since` does; or `resume_from` is no checkpoint.
     """
     folder = Path(config.resume_from or "")
     is_another = config.resume_from and not (folder / "MANIFEST.json").exists()
     places = (folder.parent, folder) if is_another else ()
     if found := [path for place in places for path in list_checkpoints(place / "checkpoints")]:
         raise Refusal(f"--resume-from {folder}: is no checkpoint. Did you mean {found[-1]}?")
+    if is_another and not (folder / "state.json").exists():  # one of a checkpoint would be a damaged one
+        raise Refusal(f"--resume-from {folder}: there is no checkpoint. Give a folder step-N of a run's checkpoints.")
     refused = []
     for record in _records_to_resume(config):
         try:
