@@ -28,6 +28,7 @@ REMARKS = {
     "without their thinking; they are trained on as written",
     "ties": "{row makes|rows make} no pair: none of {its|their} answers is better than another",
     "contradicted": "{answer is|answers are} in one list with different scores or ranks, and {is|are} left out of it",
+    "unscored": "{answer|answers} of a list {has|have} no score or rank (null or NaN), and {is|are} left out of it",
     "undecided": "{row makes|rows make} no pair once these answers are left out",
     "same_answers": "{pair is|pairs are} left out: chosen and rejected are the same",
     "capped": "{list makes|lists make} more pairs than --max-pairs-per-prompt: those whose answers lie furthest apart are kept",
@@ -133,7 +134,8 @@ def summarize(
     sums = sum((part.sums for part in measures), Counter())
     whole = np.concatenate([part.whole for part in measures]) if measures else np.zeros(0, dtype=np.int64)
     if (pairless := sums["ties"] + sums["undecided"] + sums["same_answers"]) and not len(whole):
-        left_out = f", once {sums['contradicted']:,} are left out that are there with two scores" * bool(sums["contradicted"])
+        of_lists = sums["contradicted"] + sums["unscored"]
+        left_out = f", once {of_lists:,} are left out that are there with two scores, or with none" * bool(of_lists)
         raise Refusal(
             f"No row of the {name} split makes a pair: in all {pairless:,} no answer is better than another{left_out}."
         )

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import math
 import re
 import textwrap
 from types import SimpleNamespace
@@ -318,7 +319,7 @@ def test_the_best_answer_of_a_list_is_paired_with_the_worst_and_ties_are_counted
         assert "margin" not in found[0]
     else:
         assert [row["margin"] for row in found] == [margin for _, margin in expected]
-    assert prepared.report.splits[0].remarks == {"ties": ties}
+    assert prepared.report.splits[0].remarks == {"ties": ties - 1, "undecided": 1, "unscored": 5}  # of row 4 one has a score
     assert ties >= 2
 
 
@@ -363,7 +364,7 @@ def test_a_list_makes_the_pairs_that_are_asked_for_those_furthest_apart_first(to
         assert leads == sorted((lead for lead, *_ in couples), reverse=True)[:most]
         if source == "scores":
             assert [made["margin"] for made in mine] == leads
-    assert prepared.report.splits[0].remarks == {"ties": 1} | ({"capped": capped} if capped else {})
+    assert prepared.report.splits[0].remarks == {"ties": 1, "unscored": 2} | ({"capped": capped} if capped else {})
     assert (capped > 0) is (most < 5)
     best, words = {"scores": "highest", "ranks": "lowest"}[source], {"best_others": "the best with each", "all": "each with each"}[which]
     assert re.match(rf"pairs of text: .*responses {words} .*{source} \(the {best}", prepared.report.layout)
@@ -385,12 +386,13 @@ def test_other_pairs_of_the_same_lists_are_tokenized_anew(tokenizer):
 
 @pytest.mark.parametrize("which", ["best_worst", "best_others", "all"])
 @pytest.mark.parametrize("is_chat", [False, True], ids=["texts", "chats"])
-def test_an_answer_with_two_scores_is_left_out_of_its_list_and_counted(tokenizer, which, is_chat):
-    """The pairs are those of the list without it. Fails when: its best or its worst place makes a pair, or hides one."""
+def test_an_answer_with_two_scores_or_none_is_left_out_of_its_list_and_counted(tokenizer, which, is_chat):
+    """The pairs are those of the list without it. Fails when: its best or its worst place makes a pair, or hides one; or one
+    without a score isn't counted."""
     lists = [
         (["a", "b", "a", "c", "d"], [5, 3, 1, 2, 4]),  # a is the best and the worst
         (["a", "b", "a"], [5, 3, 1]),  # b alone is left
-        (["b", "c", "b", "d"], [3, 2, 3, 1]),  # the same score twice is no contradiction
+        (["b", "c", "b", "d", "e", "f"], [3, 2, 3, 1, math.nan, None]),  # the same score twice is no contradiction
         (["b", "c"], [1, 1]),
     ]
     without = [(["b", "c", "d"], [3, 2, 4]), None, (["b", "c", "d"], [3, 2, 1]), None]
@@ -409,7 +411,7 @@ def test_an_answer_with_two_scores_is_left_out_of_its_list_and_counted(tokenizer
     assert [(parts_of(row), row["margin"]) for row in made] == [(parts_of(row), row["margin"]) for row in expected]
     assert {row["origin"] for row in made} == {"train.jsonl:1", "train.jsonl:3"}
     twice = {"duplicates": 1} if which == "all" else {}  # the pair of b and c
-    assert found.report.splits[0].remarks == {"ties": 1, "contradicted": 2, "undecided": 1} | twice
+    assert found.report.splits[0].remarks == {"ties": 1, "contradicted": 2, "unscored": 2, "undecided": 1} | twice
 
 
 @pytest.mark.parametrize("columns", [("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating"), ("margin",)])

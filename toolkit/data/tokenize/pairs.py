@@ -90,9 +90,9 @@ class PairRows:
         """Whole pairs, and counts of what is peculiar about them. Rows that prefer no answer are left out and counted."""
         texts, kept, margins, remarks = list[PairText](), list[str](), list[float | None](), Counter[str]()
         for row, origin in zip(rows_of(batch), origins, strict=True):
-            preferences, contradicted = read_preferences(row, self.plan, origin, self.pairs_per_prompt)
-            remarks["contradicted"] += contradicted
-            remarks["undecided" if contradicted else "ties"] += not preferences
+            preferences, left_out = read_preferences(row, self.plan, origin, self.pairs_per_prompt)
+            remarks.update(left_out)
+            remarks["undecided" if any(left_out.values()) else "ties"] += not preferences
             remarks["capped"] += len(preferences) > self.most_pairs
             read = _text_pair if self.template is None else self._chat_pair
             for preference in preferences[: self.most_pairs]:

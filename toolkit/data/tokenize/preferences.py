@@ -98,13 +98,13 @@ def describe_preference(plan: Plan, pairs_per_prompt: str = "best_worst") -> str
 
 def read_preferences(
     row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str = "best_worst"
-) -> tuple[list[Preference], int]:
-    """The preferences of a row, none where no answer of a list is better than another; and how many answers are contradicted.
+) -> tuple[list[Preference], dict[str, int]]:
+    """The preferences of a row, none where no answer of a list is better than another; and how many answers are left out.
 
     Of a list its best answer, chosen, with its worst one (`best_worst`; the first where several are alike), the best with
     each worse one (`best_others`), or each with each worse one (`all`); those first whose answers lie furthest apart. Answers
-    without a score (null or NaN) are left out. An answer that is in a list twice counts once, and one that is there
-    with different scores not at all, as it is unclear which of them was meant: such answers are counted.
+    without a score (null or NaN) are left out ("unscored"). An answer that is in a list twice counts once, and one that is
+    there with different scores not at all, as it is unclear which of them was meant ("contradicted").
     """
     if plan.layout.endswith("lists"):
         return _preferences_of_a_list(row, plan, origin, pairs_per_prompt)
@@ -112,7 +112,7 @@ def read_preferences(
     if plan.margin:
         numbers = [_number(row[column], column, origin) for column in _margin_columns(plan.columns)]
         margin = numbers[0] if len(numbers) == 1 else numbers[0] - numbers[1]
-    return [Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)], 0
+    return [Preference(row.get("prompt"), row["chosen"], row["rejected"], margin)], {}
 
 
 def _check_settings(splits: Splits, config: DataConfig) -> None:
@@ -170,7 +170,9 @@ def _margin_columns(columns: Collection[str]) -> tuple[str, ...]:
     return ("margin",) if "margin" in columns else next(pairs, ())
 
 
-def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str) -> tuple[list[Preference], int]:
+def _preferences_of_a_list(
+    row: dict[str, Any], plan: Plan, origin: str, pairs_per_prompt: str
+) -> tuple[list[Preference], dict[str, int]]:
     column, order = _list_columns(plan.columns)
     answers = row[column]
     if not isinstance(answers, list):
@@ -188,11 +190,9 @@ def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_p
                 f"{column}. Correct or remove the row."
             )
     contents = [_content(answer) for answer in answers]
-    scored, contradicted = _once_each(contents, [
-        (_number(number, order, origin) * (1 if plan.margin else -1), place)
-        for place, number in enumerate(given)
-        if number is not None and number == number  # not NaN
-    ])  # fmt: skip
+    stated = [(number, place) for place, number in enumerate(given) if number is not None and number == number]  # not NaN
+    sign = 1 if plan.margin else -1
+    scored, contradicted = _once_each(contents, [(_number(number, order, origin) * sign, place) for number, place in stated])
     # the best first, the worst last; of answers that score alike the first one counts
     best = sorted(scored, key=lambda item: (-item[0], item[1]))
     worst = sorted(scored)
@@ -208,7 +208,7 @@ def _preferences_of_a_list(row: dict[str, Any], plan: Plan, origin: str, pairs_p
     preferences = [
         Preference(row["prompt"], chosen, rejected, lead if plan.margin else None) for lead, chosen, rejected in found
     ]
-    return preferences, contradicted
+    return preferences, {"contradicted": contradicted, "unscored": len(given) - len(stated)}
 
 
 def _once_each(contents: list[Any], scored: list[tuple[float, int]]) -> tuple[list[tuple[float, int]], int]:
