@@ -179,7 +179,9 @@ def odd_rows(files: list[DataFile]) -> Iterator[str]:
                 if len(inside) > 1:
                     yield f"{row['origin']}: {quoted(name)} is a list of several kinds of values: {', '.join(inside)}"
                     continue
-                yield f"{row['origin']}: {quoted(name)} holds a value that can't be stored: {error}"
+                # Arrow's words for a whole number name a type of C, or Python's own
+                reason = "a whole number beyond 64 bits. Write it as a text" if "too large" in str(error) else error
+                yield f"{row['origin']}: {quoted(name)} holds a value that can't be stored: {reason}"
                 continue
             try:
                 schema = pa.unify_schemas([schema, alone], promote_options="permissive")
