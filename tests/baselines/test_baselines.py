@@ -66,10 +66,12 @@ def test_an_ngram_model_spends_the_bits_of_the_formula(order: int) -> None:
     assert ngram_bits_per_byte(train, held_out, 100, VOCAB, order) == pytest.approx(bits / 100, rel=1e-12)
 
 
+@pytest.mark.parametrize("count", [200, 2])
 @pytest.mark.parametrize("context", [[3, 1], [6, 6], [0, 5]])
-def test_the_probabilities_of_all_next_tokens_sum_to_one(context: list[int]) -> None:
-    """Also after a context that was never seen. Fails when: what the discounts take isn't given to the lower order."""
-    train = [token for token in tokens(200, 3) if token != 5]
+def test_the_probabilities_of_all_next_tokens_sum_to_one(context: list[int], count: int) -> None:
+    """Also after a context that was never seen. Fails when: what the discounts take isn't given to the lower order, or trigrams
+    are asked for that two tokens have none of."""
+    train = [token for token in tokens(count, 3) if token != 5]
 
     def bits(ids: list[int]) -> float:
         return ngram_bits_per_byte(train, ids, 1, VOCAB, 3)

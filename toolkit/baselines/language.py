@@ -138,6 +138,8 @@ def ngram_bits_per_byte(
         asked, counted = _windows(held_out, length, vocab_size), _windows(train, length, vocab_size)
         if length < order:  # the highest order counts occurrences, the ones below it the distinct tokens seen before
             counted = np.unique(_windows(train, length + 1, vocab_size)) % vocab_size**length
+        if not len(counted):  # fewer tokens than that are trained on
+            break
         probability[length - 1 :] = _interpolate(counted, asked, probability[length - 1 :], vocab_size)
     return float(-np.log2(probability).sum() / num_bytes)
 
