@@ -49,6 +49,13 @@ def test_the_vocabulary_has_the_size_asked_for_or_what_the_text_gives():
         train_tokenizer(TEXTS, 259)
 
 
+def test_of_a_word_that_is_longer_than_any_tokens_are_made_of_pieces():
+    """And of those around it as without it. Fails when: each merge goes over the whole word, minutes for millions of letters."""
+    tokenizer = train_tokenizer([f"hello\n  you {'x' * 10_000}{'y' * 5_000} hello"], 400)
+    assert {"hello", "xx", "yy"} <= tokenizer.vocab.keys()
+    assert not [token for token in tokenizer.vocab if "xy" in token]
+
+
 def test_special_tokens_are_single_distinct_and_known():
     """Fails when the pad token is the end of text."""
     tokenizer = train_tokenizer(TEXTS, 400)
