@@ -289,7 +289,7 @@ def test_verify_resume_finds_the_first_step_and_the_tensor_of_a_recipe_that_forg
 def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average in a variable, copied into the model at the end: losses and checkpoints are the same bits, the model is not.
 
-    With `run.keep` it is. Fails when: model directories are not compared, or not the metrics next to the loss, or not the summary.
+    With `run.keep` it is. Fails when: model directories are not compared, or not the metrics next to the loss, or not the summary; or the kept logs name the folder as it was.
     """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -317,8 +317,9 @@ def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_
     start = int(re.search(r"resumed from step (\d)", output)[1])
     found = re.search(r"distance differs first at step (\d+): \S+ uninterrupted, 0.0 resumed", output)  # the first behind the checkpoint
     assert found, output
-    log = Path(re.search(r"kept in (\S+)", output)[1], "resumed.txt").read_text()
-    assert int(found[1]) == int(re.search(r"Resumed from .* at step (\d+)", log)[1]) + 1 > start  # what the run itself says
+    folder = re.search(r"kept in (\S+)", output)[1]
+    log = Path(folder, "resumed.txt").read_text()
+    assert int(found[1]) == int(re.search(rf"Resumed from {folder}/.* at step (\d+)", log)[1]) + 1 > start  # what the run itself says
     kept = averaged.replace("            metrics['distance']", "            run.keep('average', average)\n            metrics['distance']")
     (tmp_path / "keeps.py").write_text(kept)
     code, output = in_process("verify-resume", tmp_path / "keeps.py", "--seed", "3")

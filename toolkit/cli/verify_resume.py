@@ -61,6 +61,8 @@ def verify_resume(
             say("\n  ".join(["identical", *compared]))
             return
         kept = folder.rename(folder.with_name(folder.name.removeprefix(TEMPORARY)))
+        for log in kept.glob("*.txt"):
+            log.write_bytes(log.read_bytes().replace(bytes(folder), bytes(kept)))
         say("\n  ".join(["different", *differences, f"kept in {kept}"]))
         say("\n  ".join(["compared", *compared]))
         raise typer.Exit(1)
