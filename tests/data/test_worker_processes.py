@@ -5,8 +5,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -109,13 +109,12 @@ except LostSockets as lost:
 
 
 @pytest.mark.parametrize("which", ["the rows that are being read", "the rows of an evaluation"])
-def test_workers_without_the_folder_of_their_sockets_are_named(which: str, tmp_path: Path) -> None:
+def test_workers_without_the_folder_of_their_sockets_are_named(which: str) -> None:
     """TMPDIR is removed; no worker adds a traceback of its own, and what is loaded next doesn't wait for ever. Fails when:
     _reached doesn't look for the folder, started doesn't before it starts them, or _lost kills nobody."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    command = [sys.executable, "-c", LOSES_FOLDER, which]
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the path of a socket has 107 letters at most
+        command = [sys.executable, "-c", LOSES_FOLDER, which]
+        environment = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{folder}/")
