@@ -174,6 +174,7 @@ def test_written_config_fed_back_repeats_the_run_and_refuses_nothing(tmp_path: P
         ("--output-dir --resume", "--output-dir: needs a value, such as --output-dir runs/run."),
         ("--max-steps", "--max-steps: needs a value, such as --max-steps 8."),
         ("--config", "--config: needs a value"),
+        ("--fp8", "--fp8: needs a value, such as --fp8 tensorwise."),
         ("--packing maybe", "maybe: belongs to no flag. --packing "),
         ("--report-to wandb tensorboard", "--report-to a,b."),
         ("conf.yaml", "conf.yaml: belongs to no flag. Did you mean --config conf.yaml?"),

@@ -141,6 +141,18 @@ _RIGHT: dict[str, tuple[str, str, str, str]] = {
         "sft", "    collate = tk.collate_packed", "    model.model.embed_tokens.requires_grad_(False)\n    model.model.layers[0].requires_grad_(False)\n    collate = tk.collate_packed",
         "overfit",
     ),
+    "labels that are shifted once, of documents that see each other": (
+        "sft", planted._SFT_LOSS, planted.own_loss(left_out=', "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"'), "shift",
+    ),
+    "labels that the loss takes out of its micro-batch": (
+        "accelerated", planted._CLASS_LOSS, planted._CLASS_LOSS + '''    given = loss_fn
+
+    def loss_fn(model, micro_batch, totals):
+        labels = micro_batch.pop("labels")
+        return given(model, {**micro_batch, "labels": labels}, totals)
+
+''', "split",
+    ),
 }  # fmt: skip
 
 
@@ -149,7 +161,8 @@ def test_what_is_right_in_another_way_is_not_accused(name: str, tmp_path: Path) 
     """Fails when, by row: labels are counted from 1/2 and not from the mean of their list; a bias of 0 gradient counts as unreached; rates
     are compared with a schedule that the recipe never asks; a reference is to be of both answers, in any loss; also where each has
     a loss of its own; a KL is to be less when the two are apart; advantages are to add up to 0 by prompt; old values are read without a
-    range to clip to; lists must be of any lengths; embeddings are compared with their lengths; a loss must fall by 30%."""
+    range to clip to; lists must be of any lengths; embeddings are compared with their lengths; a loss must fall by 30%; the gradient of a document is
+    looked at that others see; the loss function gets the very micro-batch that is recorded."""
     recipe, old, new, check = _RIGHT[name]
     copy = planted.copy_with((recipe, [(old, new)], [], check, None), tmp_path)
     code, report = doctor(str(copy), "--only", check)

@@ -124,6 +124,13 @@ def test_a_metric_by_the_name_of_one_of_the_step_is_refused(accelerator: Acceler
         accumulate_gradients(accelerator, small_model(torch.float32), batch_of(ragged_examples(), 4), loss_fn)
 
 
+@pytest.mark.parametrize("returned", [torch.tensor(1.0), (torch.tensor(1.0),), None])
+def test_a_loss_function_without_metrics_is_told_what_to_return(accelerator: Accelerator, returned: Any) -> None:
+    """A tensor was an error of an iteration over a 0-d tensor. Fails when: what is returned is unpacked without a look."""
+    with pytest.raises(TypeError, match=r"return loss, \{\}"):
+        accumulate_gradients(accelerator, small_model(torch.float32), batch_of(ragged_examples(), 4), lambda *_: returned)
+
+
 def test_a_metric_may_be_a_number_or_hold_a_graph(accelerator: Accelerator) -> None:
     """Also in a padding micro-batch, and the graph is not kept until the sum is read. Fails when: parts are taken as they are."""
 

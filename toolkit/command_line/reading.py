@@ -224,7 +224,7 @@ def _skip_values(words: deque[str]) -> None:
 
 def _example(setting: Setting) -> str:
     if setting.choices:
-        return f"{setting.flag} {setting.choices[0]}"
+        return f"{setting.flag} {next((choice for choice in setting.choices if choice != setting.default), setting.default)}"
     by_kind = {str: "text", bool: "true", int: "8", float: "0.1"}
     default = setting.default if setting.default not in (None, []) else by_kind[setting.kind]
     return f"{setting.flag} {show_value(default)}"

@@ -28,7 +28,7 @@ def compare_alone(watch: Watch, model: nn.Module, batch: Batch, loss_fn: Callabl
     record = watch.record
 
     def loss_of(tensors: dict[str, Any]) -> torch.Tensor:
-        return loss_fn(model, tensors, batch.totals)[0]
+        return loss_fn(model, dict(tensors), batch.totals)[0]  # a copy, as in a step: a loss function may take something out
 
     for tensors in batch.micro_batches:
         made = record.made_batches.get(id(tensors))

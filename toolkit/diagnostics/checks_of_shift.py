@@ -71,7 +71,8 @@ def _documents_seen(record: Record) -> Iterator[tuple[Forward, torch.Tensor, tor
             length = len(document["input_ids"])
             norms = forward.norms[0, start : start + length] if packed else forward.norms[number, :length]
             start += length
-            yield forward, labels, norms, length
+            if not packed or number == len(made.documents) - 1:  # others may get a gradient from documents that see them
+                yield forward, labels, norms, length
 
 
 def _check_decoder_shift(record: Record) -> Outcome:

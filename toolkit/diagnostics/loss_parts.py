@@ -59,7 +59,7 @@ def look_at_loss(watch: Watch, loss_fn: Original, model: Any, tensors: dict[str,
     place = watch.place_of(loss_fn)
     with aside(watch):
         watch.leaves = {True: [], False: []}
-        leaves, loss = watch.leaves, loss_fn(model, tensors, totals)[0]
+        leaves, loss = watch.leaves, loss_fn(model, dict(tensors), totals)[0]
         if len(leaves[True]) == len(leaves[False]) == 1:
             _look_at_reference(watch, loss, leaves[True][0], leaves[False][0], place)
     with aside(watch), torch.no_grad():

@@ -17,7 +17,7 @@ from toolkit.optim.rounding import StochasticRounding
 from toolkit.system.allocator import keep_freed_memory
 from toolkit.system.console import say
 from toolkit.system.free_memory import free_memory, is_out_of_memory, memory_held
-from toolkit.training.step import LossFn, to_device
+from toolkit.training.step import LossFn, loss_and_metrics, to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -135,7 +135,8 @@ def _fits(
             reserved = [torch.empty_like(p) for p in trained for _ in range(wider * (1 if id(p) in with_one else 2))]
         seed_micro_batch(0)
         with accelerator.autocast():
-            loss, _ = loss_fn(model, to_device(train.longest_micro_batch() or {}, accelerator.device), totals)
+            longest = to_device(train.longest_micro_batch() or {}, accelerator.device)
+            loss, _ = loss_and_metrics(loss_fn, model, longest, totals)
         loss.backward()
         del loss  # its graph, and with it the activations
         reserved.append(torch.empty(workspace(matrices), dtype=torch.uint8, device=accelerator.device))

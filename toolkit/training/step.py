@@ -48,6 +48,7 @@ def accumulate_gradients(accelerator: Accelerator, model: nn.Module, batch: Batc
     `clip_and_update` divides by it.
 
     Raises:
+        TypeError: the loss function doesn't return a loss and a dictionary of metrics.
         ValueError: a metric has a name of what `train_step` returns itself, such as `loss`.
     """
     sums: dict[str, torch.Tensor] = {}
@@ -71,7 +72,7 @@ def accumulate_micro_batch(
     if batch.seeds:
         seed_micro_batch(batch.seeds[index])
     with engine.accumulating(accelerator, model, last):
-        loss, metrics = loss_fn(model, to_device(batch.micro_batches[index], accelerator.device), batch.totals)
+        loss, metrics = loss_and_metrics(loss_fn, model, to_device(batch.micro_batches[index], accelerator.device), batch.totals)
         weight = 1.0 if batch.real[index] else 0.0
         engine.backward(accelerator, model, loss * (weight * accelerator.num_processes), last)
     if taken := sorted(metrics.keys() & _OF_THE_STEP):
@@ -79,6 +80,19 @@ def accumulate_micro_batch(
     named = {"loss": loss, **metrics}
     parts = {name: torch.as_tensor(part, device=loss.device).detach() for name, part in named.items()}
     return parts if batch.real[index] else {name: torch.zeros_like(part) for name, part in parts.items()}
+
+
+def loss_and_metrics(
+    loss_fn: LossFn, model: Any, micro_batch: MicroBatch, totals: dict[str, float]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the loss function returns; TypeError where it isn't a loss with a dictionary of metrics."""
+    returned = loss_fn(model, micro_batch, totals)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"the loss function returns {type(returned).__name__}, not two values: the loss, and a dictionary of metrics, "
+            "which may be empty: return loss, {}"
+        )
+    return returned
 
 
 def clip_and_update(
