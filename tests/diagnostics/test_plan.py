@@ -582,6 +582,18 @@ def test_a_search_goes_on_after_settings_that_a_recipe_refuses() -> None:
     assert [changes.get("per_device_train_batch_size") for changes, _ in found] == [None, 2, 1]
 
 
+@pytest.mark.parametrize(("held", "tried"), [(2, [{}, {"per_device_train_batch_size": 4}]), (4, [{}, {"bf16": True}])])
+def test_what_makes_activations_smaller_is_not_tried_where_weights_alone_are_too_large(held: int, tried: list[dict[str, Any]]) -> None:
+    """Each plan of eight billion parameters takes most of a minute. Fails when: all are tried, or none."""
+
+    def planned(config: Any) -> Plan:
+        return Plan({"weights": GIB, "optimizer state": (held - 1) * GIB, "activations": 8 * GIB}, "activations")
+
+    config = OfAll(per_device_train_batch_size=8, bf16=False, global_batch_size=8)
+    found = [changes for changes, _ in alternatives(config, Device("made up", "cuda", 3 * GIB), planned)]
+    assert found[: len(tried)] == tried
+
+
 def test_time_and_cost_are_of_all_steps() -> None:
     """Fails when: the cost is of one step, or of seconds."""
     found = plan("accelerated", "--max-steps", "1800", "--step-seconds", "2", "--price", "40").stdout

@@ -72,13 +72,13 @@ def test_settings_of_a_file_become_hyperparameters_and_flags_win(tmp_path: Path)
         ({"dataset": "{here}/a.jsonl"}, "is on this machine"),
         ({"dataset": "{here}/a.jsonl:0.5,stdlib:sft:0.5"}, "is on this machine"),
         ({"model": "{here}"}, "--model channel:data"),
-        ({"chat_template": "{here}/a.jsonl"}, "--include"),
+        ({"chat_template": "{here}/a.jsonl"}, "--include .*a.jsonl s3://BUCKET/PREFIX/, .*--chat-template channel:data/a.jsonl"),
         ({"dataset": "channel:b"}, "The job's channels are a"),
         ({"dataset": "channel:a/x.jsonl:0.5,stdlib:sft", "model": "org/name", "chat_template": "a.jsonl"}, None),
     ],
 )
 def test_what_is_on_this_machine_only_is_refused(settings: dict[str, str], said: str | None, tmp_path: Path) -> None:
-    """Fails when: one part of a mixture is looked at, or an included file's own name is refused."""
+    """Fails when: one part of a mixture is looked at, an included file's own name is refused, or a file is copied as a folder."""
     (tmp_path / "a.jsonl").write_text("{}")
     settings = {name: value.replace("{here}", str(tmp_path)) for name, value in settings.items()}
     if said is None:

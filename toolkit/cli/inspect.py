@@ -89,7 +89,7 @@ def inspect(
         raise typer.BadParameter("which? Give a file, a folder, a Hub id or stdlib:NAME.", param_hint="DATASET")
     check_task(task, _TASKS)
 
-    from toolkit.data.inspection import guess_task, inspect_splits
+    from toolkit.data.inspection import Problem, guess_task, inspect_splits
     from toolkit.data.sources.load import load_splits
     from toolkit.data.tokenize.columns import columns_of
     from toolkit.models.tokenizer import load_tokenizer
@@ -103,8 +103,10 @@ def inspect(
         lines = lines or _odd_rows(settings, str(refusal))
         if not lines:
             raise
-        say("\n".join([f"{settings.dataset}: lines that can't be read", *(f"  {line}" for line in lines)]))
-        say(f"\n{_number(len(lines), 'problem')}. The rest is looked at once these are corrected.")
+        where_and_what = [line.partition(": ")[::2] for line in lines]
+        problems = _problems([Problem("", origin, what) for origin, what in where_and_what])
+        say("\n".join([f"{settings.dataset}: lines that can't be read", *problems]))
+        say("\nThe rest is looked at once these are corrected.")
         raise typer.Exit(1) from refusal
     task = task or guess_task(columns_of(splits["train"], "train"))
     found = inspect_splits(task, splits, load_tokenizer(settings), settings, examples)

@@ -18,6 +18,8 @@ Planner = Callable[[Settings], Plan]
 Known = dict[int, tuple[int, Plan]]  # by examples: the bytes that are left, and the plan
 MOST = 2**16  # examples that a micro-batch may have
 ENOUGH = 3  # alternatives that fit
+_HELD = ("weights", "master weights", "optimizer state")  # throughout a step
+_OF_ACTIVATIONS = {"per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"}
 
 
 def needed(plan: Plan, device: Device) -> int:
@@ -35,14 +37,19 @@ def alternatives(config: Settings, device: Device, make: Planner) -> Iterator[tu
     A smaller micro-batch and recomputed activations give the same gradients; bf16 rounds, also weights, and an adapter trains
     something else.
     Where it is the evaluation that needs too much, its batches are halved too. What the recipe refuses is left out, such as
-    an adapter of a model that can't have one.
+    an adapter of a model that can't have one; so is what makes activations smaller where the weights and the optimizer's
+    state alone are too large.
     """
-    found = 0
+    found = held = 0
     for changes in ({}, *_candidates(config, device)):
+        if held > device.memory and changes.keys() <= _OF_ACTIVATIONS:
+            continue
         try:
             plan = make(with_changes(config, changes))
         except Refusal:
             continue
+        if not changes:
+            held = sum(plan.parts.get(part, 0) for part in _HELD) * (plan.ranks if device.kind == "cpu" else 1)
         size = values_of(config).get("per_device_eval_batch_size", 1)
         while plan.in_evaluation and needed(plan, device) > device.memory and size > 1:
             size = -(-size // 2)

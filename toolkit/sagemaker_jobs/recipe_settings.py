@@ -74,9 +74,12 @@ def check_places(
 def _as_channel(path: str | Path, flag: str, simulated: bool) -> str:
     if simulated:
         return f"name it as a channel: --channel data={path} {flag} channel:data"
+    copied, read = f"--recursive {path}", "channel:data"
+    if not Path(path).is_dir():
+        copied, read = str(path), f"channel:data/{Path(path).name}"
     return (
-        f"bring it to S3 and name it as a channel: aws s3 cp --recursive {path} s3://BUCKET/PREFIX, then "
-        f"--channel data=s3://BUCKET/PREFIX {flag} channel:data"
+        f"bring it to S3 and name it as a channel: aws s3 cp {copied} s3://BUCKET/PREFIX/, then "
+        f"--channel data=s3://BUCKET/PREFIX {flag} {read}"
     )
 
 

@@ -72,7 +72,8 @@ def accumulate_micro_batch(
     if batch.seeds:
         seed_micro_batch(batch.seeds[index])
     with engine.accumulating(accelerator, model, last):
-        loss, metrics = loss_and_metrics(loss_fn, model, to_device(batch.micro_batches[index], accelerator.device), batch.totals)
+        micro_batch = to_device(batch.micro_batches[index], accelerator.device)
+        loss, metrics = loss_and_metrics(loss_fn, model, micro_batch, batch.totals)
         weight = 1.0 if batch.real[index] else 0.0
         engine.backward(accelerator, model, loss * (weight * accelerator.num_processes), last)
     if taken := sorted(metrics.keys() & _OF_THE_STEP):

@@ -272,15 +272,16 @@ def test_an_order_is_refused_where_something_else_decides_on_it(setting: str) ->
 @pytest.mark.parametrize(
     ("settings", "times"),
     [({"global_batch_size": 46, "max_steps": 1}, "2.0 times over the 23"), ({"global_batch_size": 23, "max_steps": 1}, ""),
-     ({"global_batch_size": 10**6, "num_train_epochs": 1.0}, ""), ({"gradient_accumulation_steps": 10, "num_train_epochs": 1.5}, "1.5 times")],
+     ({"global_batch_size": 10**6, "num_train_epochs": 1.0}, ""), ({"gradient_accumulation_steps": 10, "num_train_epochs": 1.5}, "1.5 times"),
+     ({"packing": True, "max_length": 4096, "global_batch_size": 2, "max_steps": 1}, "2 packed rows goes 2.0 times over the 1 ")],
 )  # fmt: skip
 def test_a_step_that_has_examples_twice_says_so(settings: dict, times: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails when: the end of the run, which a step does not go beyond, is not looked at, or each rank says it."""
+    """Fails when: the end of the run, which a step does not go beyond, is not looked at, each rank says it, or packed rows are called examples."""
     warn_once.cache_clear()
-    splits = {"train": token_dataset()}
-    build_dataloaders(splits, collate_padded, DataConfig(**settings), Rank(1, 2))
+    splits, collate = {"train": token_dataset()}, collate_packed if "packing" in settings else collate_padded
+    build_dataloaders(splits, collate, DataConfig(**settings), Rank(1, 2))
     assert capsys.readouterr().err == ""
-    build_dataloaders(splits, collate_padded, DataConfig(**settings))
+    build_dataloaders(splits, collate, DataConfig(**settings))
     said = capsys.readouterr().err
     assert (times in said, "--global-batch-size" in said) == (True, bool(times))
 

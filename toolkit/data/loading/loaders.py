@@ -285,7 +285,8 @@ def build_dataloaders(
         order = partial(epoch_order, lengths=rows.lengths)
     consume = config.max_steps * global_batch_size if config.max_steps else math.ceil(config.num_train_epochs * len(rows))
     mean_length = float(np.mean(rows.lengths)) if len(rows) else 0.0
-    check_step(min(global_batch_size, consume), len(rows), mean_length, data_rank, num_data_ranks)
+    unit = "packed rows" if pack else "examples"
+    check_step(min(global_batch_size, consume), len(rows), mean_length, data_rank, num_data_ranks, unit)
     train = TrainLoader(
         rows, examples_to_consume=consume, workers=config.dataloader_num_workers, pin_memory=pin_memory, augment=augment,
         order=order or epoch_order, **common,

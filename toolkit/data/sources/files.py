@@ -175,7 +175,9 @@ def odd_rows(files: list[DataFile]) -> Iterator[str]:
             try:
                 alone = pa.schema([(name, pa.array([value]).type)])
             except (pa.ArrowException, ValueError, OverflowError) as error:
-                inside = sorted({what_is(each) for each in value if each is not None}) if isinstance(value, list) else []
+                lists = value if isinstance(value, list) else []
+                nested = [inner for each in lists for inner in (each if isinstance(each, list) else [each])]  # [[0, 3, "PER"]]
+                inside = sorted({what_is(each) for each in nested if each is not None})
                 if len(inside) > 1:
                     yield f"{row['origin']}: {quoted(name)} is a list of several kinds of values: {', '.join(inside)}"
                     continue
