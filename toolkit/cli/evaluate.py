@@ -81,9 +81,10 @@ def evaluate(
 
     Of a run without --dataset: on the rows that it held out. It prints how many of the rows the run was trained on.
 
-    They are the metrics that training logs, computed in float32 unless --dtype is given, and rows are read as training
-    reads them: longer ones are truncated to --max-length, which is 1,024 or what the model has positions for. Of a run on
-    other data, the task's own settings are the run's: the prefix of sources, languages, windows, masks, beams.
+    They are the metrics that training logs, but for class weights, which the loss leaves out; computed in float32 unless
+    --dtype is given, and rows are read as training reads them: longer ones are truncated to --max-length, which is 1,024
+    or what the model has positions for. Of a run on other data, the task's own settings are the run's: the prefix of
+    sources, languages, windows, masks, beams.
     """
     from toolkit.data.sources.trained_rows import config_of_run, dataset_of_run, is_same_dataset
 

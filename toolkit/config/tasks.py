@@ -53,7 +53,7 @@ class ClassificationConfig(LossConfig):
         choices=("single_label", "multi_label", "regression"), on_resume="fixed",
     )
     class_weights: list[float] = setting(
-        [], "Weight of each class in the loss, in the order of the labels.", least=0.0, on_resume="fixed"
+        [], "Weight of each class in the loss, in the order in which the report lists them.", least=0.0, on_resume="fixed",
     )
     metrics: list[str] = setting(
         [], "Metrics on the evaluation split: built-in names, or an evaluate module. Default: accuracy and f1; of numbers mse, "
