@@ -132,11 +132,8 @@ from .losses.classification import (
 )
 from .losses.contrastive import embedding_task as embedding_task
 from .losses.diffusion import diffusion_loss as diffusion_loss, diffusion_metrics as diffusion_metrics
-from .losses.distillation import (
-    TeacherLogps as TeacherLogps,
-    distillation_loss as distillation_loss,
-    distillation_metrics as distillation_metrics,
-)
+from .losses.distillation import distillation_loss as distillation_loss, distillation_metrics as distillation_metrics
+from .losses.divergences import TeacherLogps as TeacherLogps
 from .losses.masked_lm import masked_lm_loss as masked_lm_loss, masked_lm_metrics as masked_lm_metrics
 from .losses.matching import classifier_distillation_loss as classifier_distillation_loss
 from .losses.policy import choose_kl as choose_kl, policy_loss as policy_loss

@@ -22,7 +22,8 @@ from toolkit.distillation.fill_store import ask_stored, store_teacher
 from toolkit.distillation.teacher import ask_model
 from toolkit.distillation.trained_teacher import TrainedTeacher
 from toolkit.distillation.vocabulary import SharedVocabulary
-from toolkit.losses.distillation import DIVERGENCES, distillation_loss, distillation_metrics
+from toolkit.losses.distillation import distillation_loss, distillation_metrics
+from toolkit.losses.divergences import DIVERGENCES
 
 VOCABULARY = 53
 

@@ -15,9 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForC
 from toolkit.data.loading.collate import collate_packed, collate_padded
 from toolkit.distillation.teacher import ask_model
 from toolkit.distillation.vocabulary import SharedVocabulary
-from toolkit.losses import chunked
+from toolkit.losses import chunked, token_losses
 from toolkit.losses.causal_lm import causal_lm_loss, causal_lm_metrics
-from toolkit.losses.distillation import DIVERGENCES, TeacherLogps, distillation_loss, distillation_metrics, divergence_of_tokens
+from toolkit.losses.distillation import distillation_loss, distillation_metrics
+from toolkit.losses.divergences import DIVERGENCES, TeacherLogps, divergence_named, divergence_of_tokens
 
 VOCABULARY = 53
 SHAPE = {
@@ -136,8 +137,10 @@ def plain_loss(student: nn.Module, teacher: nn.Module, temperature: float = 1.0,
 def test_loss_and_gradient_are_those_of_the_formula_on_full_logits(
     monkeypatch: pytest.MonkeyPatch, settings: str, dtype: torch.dtype, close: float
 ) -> None:
-    """In chunks of four positions. Fails when: temperature^2 is left out, the two sides are exchanged, or a chunk is skipped."""
+    """In chunks of four positions, blocks of three. Fails when: temperature^2 is left out, the two sides are exchanged, a chunk
+    or a block is skipped, or a gradient in the place of the logits is read as logits."""
     monkeypatch.setattr(chunked, "rows_in_a_chunk", lambda *_: 4)
+    monkeypatch.setattr(token_losses, "_BLOCK_BYTES", 3 * VOCABULARY * dtype.itemsize)
     teacher = llama(seed=1, hidden_size=24, tie_word_embeddings=False).to(dtype).eval()
     for name, make in STUDENTS.items():
         student = make().to(dtype)
@@ -188,20 +191,53 @@ def test_a_share_of_one_would_be_the_loss_of_the_data_alone() -> None:
     assert metrics["token_accuracy"] == of_data["token_accuracy"]
 
 
+def apart_and_gradient(teacher: torch.Tensor, logits: torch.Tensor, divergence: str, ids: Any = None, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient = logits.clone()  # in the place of the logits
+    values = divergence_of_tokens(TeacherLogps(teacher, ids), gradient, divergence_named(divergence, 0.3, 0.2), gradient=gradient, **more)
+    return values, gradient
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradients_of_a_divergence_are_its_finite_differences(divergence: str) -> None:
-    """Of the student's logits. Fails when: a part of the formula is detached."""
+def test_gradients_of_a_divergence_are_its_finite_differences(divergence: str, with_ids: bool) -> None:
+    """Of the student's logits, at a temperature. Fails when: a part of the formula is left out of the derivative."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 6, dtype=torch.float64, generator=generator)
-    teacher = logits[0].log_softmax(-1)
+    of_teacher, logits = torch.randn(2, 3, 6, dtype=torch.float64, generator=generator)
+    teacher, ids = of_teacher.log_softmax(-1), None
+    if with_ids:
+        top, ids = teacher.exp().topk(2)
+        teacher = torch.cat([top, 1 - top.sum(-1, keepdim=True)], dim=1).log()
+    values, gradient = apart_and_gradient(teacher, logits, divergence, ids, temperature=1.7, weight=0.6)
+    for i in range(6):
+        step = torch.zeros(6, dtype=torch.float64)
+        step[i] = 1e-5
+        above, below = (apart_and_gradient(teacher, logits + each, divergence, ids, temperature=1.7)[0] for each in (step, -step))
+        torch.testing.assert_close(gradient[:, i], 0.6 * (above - below) / 2e-5, rtol=1e-7, atol=1e-10)
+    if not with_ids:
+        wanted = plain_divergence(teacher.exp(), (logits / 1.7).softmax(-1), divergence, 0.3, 0.2)
+        torch.testing.assert_close(values, wanted, rtol=1e-12, atol=0)
+        same, none = apart_and_gradient(teacher, teacher, divergence)
+        assert (same.abs() < 1e-15).all()
+        assert (none.abs() < 1e-15).all()
 
-    def of_student(student: torch.Tensor) -> torch.Tensor:
-        return divergence_of_tokens(teacher, student.log_softmax(-1), divergence, beta=0.3, skew_alpha=0.2)
 
-    assert torch.autograd.gradcheck(of_student, logits[1].clone().requires_grad_())
-    wanted = plain_divergence(teacher.exp(), logits[1].softmax(-1), divergence, 0.3, 0.2)
-    torch.testing.assert_close(of_student(logits[1]), wanted, rtol=1e-12, atol=0)
-    assert (divergence_of_tokens(teacher, teacher, divergence).abs() < 1e-15).all()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_the_kernel_on_a_gpu_has_the_values_and_gradients_of_torch(divergence: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Of two parts of a row, tokens that are ruled out and, but for reverse_kl, tokens that the teacher rules out.
+
+    Fails when: a part is left out, or a term of the derivative."""
+    pytest.importorskip("toolkit.losses.divergences_gpu")
+    generator = torch.Generator().manual_seed(0)
+    of_teacher, logits = torch.randn(2, 9, 5000, generator=generator).mul(3)
+    (logits if divergence == "reverse_kl" else of_teacher)[:2, 100:] = -math.inf
+    teacher, logits = of_teacher.log_softmax(-1), logits.to(dtype)
+    wanted, of_wanted = apart_and_gradient(teacher.double(), logits.double(), divergence, temperature=1.7, weight=0.6)
+    found, gradient = apart_and_gradient(teacher.cuda(), logits.cuda(), divergence, temperature=1.7, weight=0.6)
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=2e-6, atol=0)
+    torch.testing.assert_close(gradient.cpu().double(), of_wanted, rtol=tolerance, atol=1e-6)
 
 
 @pytest.mark.parametrize(("beta", "settings"), [
@@ -280,24 +316,24 @@ def test_where_trls_gkd_trainer_is_another_loss(tmp_path: Path) -> None:
 def test_a_token_that_the_teacher_excludes_counts_as_its_limit() -> None:
     """0 log 0 is 0. Fails when: -inf times zero reaches the sum."""
     teacher = torch.tensor([[math.log(0.5), math.log(0.5), -math.inf]], dtype=torch.float64)
-    student = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log().requires_grad_()
+    student = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log()
     for divergence in ("forward_kl", "jsd", "skewed_forward_kl"):
-        found = divergence_of_tokens(teacher, student, divergence, beta=0.5, skew_alpha=0.1)
-        found.sum().backward()
+        found, gradient = apart_and_gradient(teacher, student, divergence)
         assert torch.isfinite(found).all()
-        assert torch.isfinite(student.grad).all()
-    assert divergence_of_tokens(teacher, student, "forward_kl").item() == pytest.approx(math.log(2), rel=1e-12)
+        assert torch.isfinite(gradient).all()
+    assert apart_and_gradient(teacher, student, "forward_kl")[0].item() == pytest.approx(math.log(2), rel=1e-12)
 
 
-def test_where_all_tokens_are_known_the_rest_counts_nothing() -> None:
-    """Its log-probability is -inf on both sides. Fails when: -inf less -inf reaches a value or a gradient."""
-    for divergence in DIVERGENCES:
-        student = torch.tensor([[0.25, 0.75]], dtype=torch.float64).log().requires_grad_()
-        both = [torch.tensor([[0.5, 0.5]], dtype=torch.float64).log(), student]
-        alone, with_rest = (divergence_of_tokens(*[nn.functional.pad(each, (0, more), value=-math.inf) for each in both], divergence) for more in (0, 1))
-        assert with_rest.item() == alone.item()
-        gradients = [torch.autograd.grad(each.sum(), student)[0] for each in (alone, with_rest)]
-        assert torch.equal(*gradients), divergence
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_token_that_both_exclude_counts_nothing(divergence: str) -> None:
+    """And where all tokens are known, the rest. Fails when: -inf less -inf reaches a value or a gradient."""
+    both = [torch.tensor([[a, 1 - a]], dtype=torch.float64).log() for a in (0.5, 0.25)]
+    value, gradient = apart_and_gradient(*both, divergence)
+    excluded, of_excluded = apart_and_gradient(*[nn.functional.pad(each, (0, 1), value=-math.inf) for each in both], divergence)
+    known, of_known = apart_and_gradient(nn.functional.pad(both[0], (0, 1), value=-math.inf), both[1], divergence, torch.tensor([[0, 1]]))
+    assert value.item() == excluded.item() == known.item()
+    assert torch.equal(of_excluded, nn.functional.pad(gradient, (0, 1)))
+    assert torch.equal(of_known, gradient)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

@@ -22,7 +22,8 @@ from toolkit.distillation.store import Store, TaughtRows, blocks_of, collate_tau
 from toolkit.distributed.ranks import from_all, largest, on_main, say_once
 from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import rows_in_a_chunk
-from toolkit.losses.distillation import OfTeacher, TeacherFn, TeacherLogps
+from toolkit.losses.distillation import OfTeacher, TeacherFn
+from toolkit.losses.divergences import TeacherLogps
 from toolkit.system.numbers import show_bytes
 from toolkit.training.step import to_device
 

@@ -17,7 +17,8 @@ from toolkit.distributed.compat import as_before_prepare
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import Logits
-from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
+from toolkit.losses.distillation import Body, TeacherFn
+from toolkit.losses.divergences import TeacherLogps
 from toolkit.losses.selective_head import at_positions
 from toolkit.models.frozen import put_into
 from toolkit.system.evaluation_mode import evaluation_mode
@@ -88,7 +89,7 @@ def ask_without_adapter(student: nn.Module, vocabulary: int) -> TeacherFn:
         def of_teacher(piece: slice) -> TeacherLogps:
             with torch.no_grad(), base.disable_adapter():
                 logits = precise(logits_of(rows[piece])[:, :vocabulary])
-            return TeacherLogps((logits / temperature).log_softmax(-1))
+            return TeacherLogps((logits if temperature == 1.0 else logits / temperature).log_softmax(-1))
 
         return body(of_teacher, vocabulary)
 

@@ -21,7 +21,8 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import MicroBatch
 from toolkit.distributed.ranks import on_main
 from toolkit.losses.causal_lm import supervised
-from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
+from toolkit.losses.distillation import Body, TeacherFn
+from toolkit.losses.divergences import TeacherLogps
 from toolkit.rollouts.server import PROBES, compare_tokenizers, find_served_model
 from toolkit.rollouts.server_client import ServerClient, ServerRefused, at_once
 

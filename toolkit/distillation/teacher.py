@@ -25,7 +25,8 @@ from toolkit.distributed.engines import engine_of, unwrapped
 from toolkit.distributed.ranks import say_once
 from toolkit.losses.causal_lm import supervised
 from toolkit.losses.chunked import Logits
-from toolkit.losses.distillation import Body, TeacherFn, TeacherLogps
+from toolkit.losses.distillation import Body, TeacherFn
+from toolkit.losses.divergences import TeacherLogps
 from toolkit.losses.selective_head import at_positions
 from toolkit.models.adapter_files import is_adapted
 from toolkit.models.frozen import half_of, place_frozen
@@ -216,7 +217,7 @@ def ask_model(model: nn.Module, shared: SharedVocabulary, half: torch.dtype | No
             def of_teacher(piece: slice) -> TeacherLogps:
                 with torch.no_grad(), of_teachers():
                     logits = precise(shared.logits(logits_of(rows[piece])))
-                    return TeacherLogps((logits / temperature).log_softmax(-1))
+                    return TeacherLogps((logits if temperature == 1.0 else logits / temperature).log_softmax(-1))
 
             with torch.set_grad_enabled(with_gradient), torch.autocast(kind, dtype=dtype, enabled=autocast):
                 found.append(body(of_teacher, shared.size))

@@ -21,6 +21,7 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 Sums = tuple[torch.Tensor, torch.Tensor]
 SumsAndGradients = tuple[torch.Tensor, Sequence[Any]]  # tensors, and None for what is not in the graph
 GradientsOf = Callable[[slice, torch.Tensor, Sequence[torch.Tensor]], SumsAndGradients]  # of a piece, its rows, what is wanted
+SumsOf = Callable[[slice, torch.Tensor, torch.Tensor | None], torch.Tensor]  # of a piece, its logits, room for their gradient
 Values = Callable[[slice, torch.Tensor], torch.Tensor]  # of a piece of the positions and its rows or logits
 
 
@@ -53,43 +54,40 @@ def sums_in_chunks(
     `weights` `[P]`, what each position counts in both sums. The gradient reaches rows and parameters.
     """
 
-    def sums_of(piece: slice, logits: torch.Tensor, gradient: torch.Tensor | None = None) -> torch.Tensor:
+    def sums_of(piece: slice, logits: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
         of_piece, correct = None if weights is None else weights[piece], torch.empty_like(targets[piece], dtype=torch.bool)
         losses = token_losses(logits, targets[piece], label_smoothing_factor, z_loss, of_piece, gradient, correct)
         return torch.stack([precise_sum(losses), precise_sum(correct if of_piece is None else correct * of_piece)])
+
+    loss, correct = added_in_chunks(sums_of, logits_of, parameters, rows, vocabulary, copied=False)
+    return loss, correct
+
+
+def added_in_chunks(
+    sums_of: SumsOf,
+    logits_of: Logits,
+    parameters: Sequence[nn.Parameter],
+    rows: torch.Tensor,
+    vocabulary: int,
+    copied: bool = True,
+) -> torch.Tensor:
+    """The sums that `sums_of(piece, logits, gradient)`, `[n]`, makes of a piece of the positions, added over all pieces: `[n]`.
+
+    The first is a loss, whose gradient reaches rows and parameters; the others have none. `rows` `[P, width]`, of which
+    `logits_of` makes logits `[P, vocabulary]`, a chunk at a time. `sums_of` gets them without a graph, and fills `gradient`,
+    where it is given, with that of the loss; mostly it is the logits themselves. `copied`: whether it makes more as large.
+    """
 
     def gradients_of(piece: slice, chunk: torch.Tensor, wanted: Sequence[torch.Tensor]) -> SumsAndGradients:
         logits, gradient = _logits_and_room(logits_of, chunk)
         sums = sums_of(piece, logits.detach(), gradient)
         return sums, _gradients(logits, wanted, gradient)
 
-    pieces = _pieces(rows, vocabulary, copied=False)
-    if torch.is_grad_enabled() and (rows.requires_grad or parameters):
-        return _SumsWithGradients.apply(gradients_of, pieces, rows, *parameters)
-    loss, correct = torch.stack([sums_of(piece, logits_of(rows[piece])) for piece in pieces]).sum(0)
-    return loss, correct
-
-
-def added_in_chunks(
-    sums_of: Values, logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int
-) -> torch.Tensor:
-    """The sums that `sums_of(piece, logits)`, `[n]`, makes of a piece of the positions, added over all pieces: `[n]`.
-
-    The first is a loss, whose gradient reaches rows and parameters; the others have none. `rows` `[P, width]`, of which
-    `logits_of` makes logits `[P, vocabulary]`, a chunk at a time; the gradient is taken while a chunk's logits are there.
-    """
-
-    def gradients_of(piece: slice, chunk: torch.Tensor, wanted: Sequence[torch.Tensor]) -> SumsAndGradients:
-        with torch.enable_grad():
-            sums = sums_of(piece, logits_of(chunk))
-            loss = sums[0]
-        return sums.detach(), _gradients(loss, wanted)
-
-    pieces = _pieces(rows, vocabulary)
+    pieces = _pieces(rows, vocabulary, copied)
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):
         loss, *others = _SumsWithGradients.apply(gradients_of, pieces, rows, *parameters)
         return torch.stack([loss, *others])
-    return torch.stack([sums_of(piece, logits_of(rows[piece])) for piece in pieces]).sum(0)
+    return torch.stack([sums_of(piece, logits_of(rows[piece]), None) for piece in pieces]).sum(0)
 
 
 def _pieces(rows: torch.Tensor, vocabulary: int, copied: bool = True) -> list[slice]:

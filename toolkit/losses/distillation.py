@@ -21,9 +21,7 @@ TRL's `GKDTrainer.generalized_jsd_loss` has the jsd of the same β, which it def
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,23 +31,10 @@ from torch import nn
 from toolkit.data.loading.batch import MicroBatch, model_inputs, precise
 from toolkit.losses.causal_lm import causal_lm_metrics, supervised
 from toolkit.losses.chunked import Logits, added_in_chunks
+from toolkit.losses.divergences import TeacherLogps, divergence_named, divergence_of_tokens
 from toolkit.losses.selective_head import at_positions
+from toolkit.losses.token_losses import token_losses
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
-
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl")
-
-
-@dataclass(frozen=True)
-class TeacherLogps:
-    """A teacher's log-probabilities at some positions, of its distribution at a temperature, nats, without a gradient.
-
-    `logps` `[positions, V]`: of the first V tokens, which are those that it shares with the student. Or, with `ids`
-    `[positions, k]`, of these k tokens, and behind them of all other ones together: `[positions, k + 1]`.
-    """
-
-    logps: torch.Tensor
-    ids: torch.Tensor | None = None
-
 
 OfTeacher = Callable[[slice], TeacherLogps]  # of a piece of the supervised positions
 Body = Callable[[OfTeacher, int], torch.Tensor]
@@ -57,59 +42,6 @@ Body = Callable[[OfTeacher, int], torch.Tensor]
 # being the number of tokens that both have, and returns what that returned. A teacher whose weights are sharded has them
 # together only while it is called itself, so the student is called within.
 TeacherFn = Callable[[dict[str, Any], float, Body], torch.Tensor]
-
-
-def divergence_of_tokens(
-    teacher: torch.Tensor, student: torch.Tensor, divergence: str, *, beta: float = 0.5, skew_alpha: float = 0.1
-) -> torch.Tensor:
-    """D(p, q) of each position, nats, `[...]`, from log-probabilities of both, `[..., V]`; D is of the table above.
-
-    The gradient is the student's; jsd has none for a teacher.
-    """
-    if divergence == "forward_kl":
-        return _kl(teacher, student)
-    if divergence == "reverse_kl":
-        return _kl(student, teacher)
-    if divergence == "jsd":
-        value: torch.Tensor = _JensenShannon.apply(teacher, student, beta)
-        return value
-    if divergence == "skewed_forward_kl":
-        return _kl(teacher, _mixture(teacher, student, skew_alpha))
-    if divergence == "skewed_reverse_kl":
-        return _kl(student, _mixture(teacher, student, 1 - skew_alpha))
-    raise ValueError(f"divergence {divergence}: one of {', '.join(DIVERGENCES)}")
-
-
-def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL(p, q) over the last dimension; what p never gives counts as 0, as its limit is."""
-    return (p.exp() * (p - q).masked_fill(p == -math.inf, 0.0)).sum(-1)
-
-
-class _JensenShannon(torch.autograd.Function):
-    """β KL(p, m) + (1 - β) KL(q, m) of log-probabilities, whose derivative by log q is (1 - β) q (log q - log m).
-
-    m's own part of it is β p + (1 - β) q over m, which is 1, so that it falls out. In half the time that autograd takes, which
-    goes back through a dozen operations as large as the logits.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:
-        middle = _mixture(p, q, beta)
-        each = (q.exp() * (q - middle).masked_fill(q == -math.inf, 0.0)).mul_(1 - beta)
-        ctx.save_for_backward(each)
-        return beta * _kl(p, middle) + each.sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *of_values: torch.Tensor) -> Any:
-        (each,) = ctx.saved_tensors
-        return None, each * of_values[0].unsqueeze(-1), None
-
-
-def _mixture(p: torch.Tensor, q: torch.Tensor, share: float) -> torch.Tensor:
-    """log(share * p + (1 - share) * q), from logarithms."""
-    if share in (0.0, 1.0):
-        return p if share else q
-    return torch.logaddexp(p + math.log(share), q + math.log1p(-share))
 
 
 def distillation_loss(
@@ -135,41 +67,38 @@ def distillation_loss(
     Returns the loss, 0-d, and likewise parts of means: `token_accuracy`; `divergence`, D in nats, without temperature^2; with a
     share of it `cross_entropy`.
     """
+    kind = divergence_named(divergence, beta, skew_alpha)
+    weight = (1 - cross_entropy_share) * temperature**2
 
-    def values_of(logits: torch.Tensor, targets: torch.Tensor, of_teacher: TeacherLogps, shared: int) -> list[torch.Tensor]:
-        student = student_logps(logits, of_teacher, shared, temperature)
-        apart = divergence_of_tokens(of_teacher.logps, student, divergence, beta=beta, skew_alpha=skew_alpha)
-        loss, found = apart * ((1 - cross_entropy_share) * temperature**2), [apart]
-        if cross_entropy_share:
-            found += [nn.functional.cross_entropy(logits, targets, reduction="none")]
-            loss = loss + cross_entropy_share * found[1]
-        return [loss, logits.argmax(-1) == targets, *found]
+    def values_of(
+        logits: torch.Tensor, targets: torch.Tensor, of_teacher: TeacherLogps, shared: int, gradient: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        correct = torch.empty_like(targets, dtype=torch.bool)
+        of_data = torch.empty_like(logits) if gradient is not None and cross_entropy_share else None
+        nll = token_losses(logits, targets, gradient=of_data, correct=correct)
+        of_shared = None if gradient is None else gradient[:, :shared]
+        apart = divergence_of_tokens(of_teacher, logits[:, :shared], kind, temperature, of_shared, weight)
+        if gradient is not None:
+            gradient[:, shared:] = 0.0
+            if of_data is not None:
+                gradient.add_(of_data, alpha=cross_entropy_share)
+        if not cross_entropy_share:
+            return [weight * apart, correct, apart]
+        return [weight * apart + cross_entropy_share * nll, correct, apart, nll]
 
     sums, _ = _sums(model, micro_batch, teacher, temperature, values_of)
     loss, *parts = sums / max(float(totals["tokens"]), 1.0)
     return loss, dict(zip(("token_accuracy", "divergence", "cross_entropy"), (part.detach() for part in parts), strict=False))
 
 
-def student_logps(logits: torch.Tensor, of_teacher: TeacherLogps, shared: int, temperature: float) -> torch.Tensor:
-    """A student's log-probabilities of what its teacher's are of, from its logits `[positions, vocabulary]`.
-
-    `shared`: the first tokens of the vocabulary that the teacher has too.
-    """
-    logits = logits[:, :shared] if temperature == 1.0 else logits[:, :shared] / temperature
-    if of_teacher.ids is None:
-        return logits.log_softmax(-1)
-    # the sum over all tokens follows from that of the others: one pass over the vocabulary less
-    others = logits.scatter(1, of_teacher.ids, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logits.gather(1, of_teacher.ids), others], dim=1).log_softmax(-1)
-
-
-ValuesOf = Callable[[torch.Tensor, torch.Tensor, TeacherLogps, int], Sequence[torch.Tensor]]
+ValuesOf = Callable[[torch.Tensor, torch.Tensor, TeacherLogps, int, torch.Tensor | None], Sequence[torch.Tensor]]
 
 
 def _sums(
     model: nn.Module, micro_batch: MicroBatch, teacher: TeacherFn, temperature: float, values_of: ValuesOf
 ) -> tuple[torch.Tensor, int]:
-    """What `values_of(logits, targets, of_teacher, shared)` makes of a chunk of positions, summed, `[n]`; and their number."""
+    """What `values_of(logits, targets, of_teacher, shared, gradient)` makes of a chunk of positions, summed, `[n]`; and their
+    number. The first is a loss; `gradient`, where it is one, is filled with that of the chunk's logits, and may be they."""
     positions, targets = supervised(micro_batch)
     inputs = model_inputs(micro_batch)
 
@@ -179,9 +108,9 @@ def _sums(
         ) -> torch.Tensor:
             there = targets.to(rows.device)
 
-            def sums_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-                logits = precise(logits)
-                return torch.stack([precise_sum(each) for each in values_of(logits, there[piece], of_teacher(piece), shared)])
+            def sums_of(piece: slice, logits: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+                found = values_of(logits, there[piece], of_teacher(piece), shared, gradient)
+                return torch.stack([precise_sum(each) for each in found])
 
             return added_in_chunks(sums_of, logits_of, parameters, rows, vocabulary + shared)
 
@@ -198,16 +127,21 @@ def distillation_metrics(teacher: TeacherFn, temperature: float = 1.0) -> Metric
     (`most_of_the_rest`).
     """
 
-    def values_of(logits: torch.Tensor, targets: torch.Tensor, of_teacher: TeacherLogps, shared: int) -> list[torch.Tensor]:
-        nll = nn.functional.cross_entropy(logits, targets, reduction="none")
-        apart = _kl(of_teacher.logps, student_logps(logits, of_teacher, shared, temperature))
-        rest = most_of_the_rest(logits, of_teacher, shared, temperature)
-        return [nll, logits.argmax(-1) == targets, apart, *([] if rest is None else [apart + rest])]
+    forward_kl = divergence_named("forward_kl")
+
+    def values_of(
+        logits: torch.Tensor, targets: torch.Tensor, of_teacher: TeacherLogps, shared: int, _: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        correct = torch.empty_like(targets, dtype=torch.bool)
+        nll = token_losses(logits, targets, correct=correct)
+        apart = divergence_of_tokens(of_teacher, logits[:, :shared], forward_kl, temperature)
+        rest = most_of_the_rest(precise(logits), of_teacher, shared, temperature)
+        return [nll, correct, apart, *([] if rest is None else [apart + rest])]
 
     def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         sums, tokens = _sums(model, micro_batch, teacher, temperature, values_of)
-        nll, correct, *kl = sums
-        found = dict(zip(("kl", "kl_at_most"), kl, strict=False))
+        nll, correct, *apart = sums
+        found = dict(zip(("kl", "kl_at_most"), apart, strict=False))
         return {"nll": nll, "correct": correct.round().long(), **found, "tokens": torch.tensor(tokens, device=nll.device)}
 
     def finalize(sums: dict[str, np.ndarray]) -> dict[str, float]:

@@ -17,6 +17,7 @@ import torch
 from toolkit.system.devices import chosen_type, is_ampere
 
 _BLOCK_BYTES = 2**21  # a block, and what is made of it, should stay in a CPU's cache
+_BLOCK_BYTES_ELSEWHERE = 2**27  # several are made of it: few in one go, next to a chunk of 1 GiB
 
 
 def token_losses(
@@ -42,9 +43,7 @@ def token_losses(
 
             token_losses_into(losses, logits, targets, label_smoothing_factor, z_loss, weights, gradient, correct)
         return losses if weights is None else losses * weights
-    vocabulary, size = logits.shape[-1], max(1, len(logits))
-    if chosen_type(logits.device) == "cpu":
-        size = max(1, _BLOCK_BYTES // (vocabulary * wide.itemsize))
+    vocabulary, size = logits.shape[-1], rows_of_a_block(logits)
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         for start in range(0, len(logits), size):
             block = slice(start, start + size)
@@ -70,6 +69,12 @@ def token_losses(
             p.scatter_add_(1, target, torch.full_like(of_target, label_smoothing_factor - 1))
             gradient[block] = p if weights is None else p.mul_(weights[block, None])
     return losses if weights is None else losses * weights
+
+
+def rows_of_a_block(logits: torch.Tensor) -> int:
+    """How many rows of logits are raised to float32 and gone over together."""
+    size = _BLOCK_BYTES if chosen_type(logits.device) == "cpu" else _BLOCK_BYTES_ELSEWHERE
+    return max(1, size // (logits.shape[-1] * max(4, logits.dtype.itemsize)))
 
 
 def runs_as_kernel(device: torch.device, dtype: torch.dtype) -> bool:
