@@ -22,7 +22,8 @@ Sums = tuple[torch.Tensor, torch.Tensor]
 SumsAndGradients = tuple[torch.Tensor, Sequence[Any]]  # tensors, and None for what is not in the graph
 GradientsOf = Callable[[slice, torch.Tensor, Sequence[torch.Tensor]], SumsAndGradients]  # of a piece, its rows, what is wanted
 SumsOf = Callable[[slice, torch.Tensor, torch.Tensor | None], torch.Tensor]  # of a piece, its logits, room for their gradient
-Values = Callable[[slice, torch.Tensor], torch.Tensor]  # of a piece of the positions and its rows or logits
+ValuesOf = SumsOf
+OfChunk = Callable[[slice, torch.Tensor], torch.Tensor]  # of a piece of the positions and its rows
 
 
 def rows_in_a_chunk(vocabulary: int, device: torch.device) -> int:
@@ -189,35 +190,30 @@ def logps_in_chunks(
 ) -> torch.Tensor:
     """Log-probability of the target at each position `[P]`, float32 or wider: `values_in_chunks` of cross-entropy."""
 
-    def logps(piece: slice, chunk: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return -token_losses(logits_of(chunk), targets[piece])
-        logits, gradient = _logits_and_room(logits_of, chunk)
+    def logps(piece: slice, logits: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is None:
+            return -token_losses(logits, targets[piece])
         return TokenLogps.apply(logits, targets[piece], gradient)
 
-    return _values(logps, parameters, rows, vocabulary, copied=False)
+    return values_in_chunks(logps, logits_of, parameters, rows, vocabulary)
 
 
 def values_in_chunks(
-    values_of: Values, logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int
+    values_of: ValuesOf, logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int
 ) -> torch.Tensor:
-    """What `values_of(piece, logits)` makes of the logits of a piece of the positions, `[P]` or `[P, n]` in all.
+    """What `values_of(piece, logits, gradient)` makes of the logits of a piece of the positions, `[P]` or `[P, n]` in all.
 
-    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]`; `values_of` gets them in float32 or wider. Where
-    these are more than a chunk, each chunk's are made again in backward: a third more work in the head, and never more than
-    a chunk of them in memory.
+    `rows` `[P, width]`, of which `logits_of` makes logits `[P, vocabulary]`; `gradient` is room for their gradient, mostly they
+    themselves, and None where there is to be none. Where these are more than a chunk, each chunk's are made again in backward:
+    a third more work in the head, and never more than a chunk of them in memory.
     """
 
     def of_chunk(piece: slice, chunk: torch.Tensor) -> torch.Tensor:
-        return values_of(piece, precise(logits_of(chunk)))
+        if not torch.is_grad_enabled():
+            return values_of(piece, logits_of(chunk), None)
+        return values_of(piece, *_logits_and_room(logits_of, chunk))
 
-    return _values(of_chunk, parameters, rows, vocabulary)
-
-
-def _values(
-    of_chunk: Values, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int, copied: bool = True
-) -> torch.Tensor:
-    pieces = _pieces(rows, vocabulary, copied)
+    pieces = _pieces(rows, vocabulary, copied=False)
     if len(pieces) == 1:
         return of_chunk(pieces[0], rows)
     if torch.is_grad_enabled() and (rows.requires_grad or parameters):
@@ -235,7 +231,7 @@ class _ValuesRecomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of_chunk: Values, pieces: list[slice], rows: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any, of_chunk: OfChunk, pieces: list[slice], rows: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.of_chunk, ctx.pieces, ctx.parameters = of_chunk, pieces, parameters
         ctx.save_for_backward(rows)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.losses.causal_lm import exponential, supervised
 from toolkit.losses.chunked import Logits, values_in_chunks
 from toolkit.losses.selective_head import at_positions, supervised_sums
+from toolkit.losses.token_losses import token_losses
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 
 
@@ -48,10 +48,10 @@ def _update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor
     counts = micro_batch["token_weights"].double()
 
     def of_tokens(logits_of: Logits, parameters: Any, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        def values(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-            there = targets[piece].to(logits.device)
-            nll = cross_entropy(logits, there, reduction="none")
-            return torch.stack([nll, (logits.argmax(-1) == there).to(nll.dtype)], dim=1)
+        def values(piece: slice, logits: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+            correct = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+            nll = token_losses(logits, targets[piece].to(logits.device), correct=correct)
+            return torch.stack([nll, correct.to(nll.dtype)], dim=1)
 
         return values_in_chunks(values, logits_of, (), rows, vocabulary).flatten()
 

@@ -40,11 +40,6 @@ class Divergence(NamedTuple):
     of_student: float
     share: float
 
-    @property
-    def is_jensen_shannon(self) -> bool:
-        """Of these a p + b q is m, and the derivative's second term a multiple of q."""
-        return (self.of_teacher, self.of_student) == (self.share, 1 - self.share)
-
 
 def divergence_named(name: str, beta: float = 0.5, skew_alpha: float = 0.1) -> Divergence:
     """The one of `DIVERGENCES`; `toolkit.losses.distillation` has their formulas."""
@@ -95,7 +90,7 @@ def divergence_of_tokens(
                 values[block], slope = _values_and_slope(known, scores.log_softmax(-1), divergence, gradient is not None)
             else:
                 ids = teacher.ids[block]
-                scores, of_known, others = known_and_others(scores, ids)
+                scores, of_known, others = _known_and_others(scores, ids)
                 values[block], slope = _values_and_slope(known, of_known, divergence, gradient is not None)
             if gradient is None:
                 continue
@@ -107,7 +102,7 @@ def divergence_of_tokens(
     return values
 
 
-def known_and_others(scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _known_and_others(scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores without those of `ids` `[rows, k]`; log-probabilities of these and of all others together `[rows, k + 1]`; and
     the logarithm of the others' sum `[rows, 1]`: -inf where all are known."""
     without = scores.scatter(1, ids, -math.inf)
@@ -129,7 +124,7 @@ def _values_and_slope(
     if a:
         values += a * _where_there(p, log_p - log_m).sum(-1)
     if with_slope:
-        if not divergence.is_jensen_shannon and share != 1:
+        if share != 1:
             slope -= torch.add(a * p, q, alpha=b).mul_(1 - share).mul_(q / m if share else 1.0)
         slope -= q.mul_(slope.sum(-1, keepdim=True))
     return values, slope

@@ -31,7 +31,7 @@ def divergences_into(
         _divergence_of_rows[(len(logits),)](
             values, log_p, logits, logits if gradient is None else gradient, log_p.stride(0), logits.stride(0),
             0 if gradient is None else gradient.stride(0), a, b, share, 1.0 / temperature, float(weight) / temperature,
-            logits.shape[1], a != 0, b != 0, share == 0, share == 1, divergence.is_jensen_shannon, gradient is not None, BLOCK,
+            logits.shape[1], a != 0, b != 0, share == 0, share == 1, gradient is not None, BLOCK,
             num_warps=WARPS,
         )  # fmt: skip
     if gradient is not None:
@@ -42,7 +42,7 @@ def divergences_into(
 def _divergence_of_rows(
     values, log_p, logits, gradient, p_stride, logits_stride, gradient_stride, a, b, share, scale, weight,
     vocabulary: tl.constexpr, has_a: tl.constexpr, has_b: tl.constexpr, at_student: tl.constexpr, at_teacher: tl.constexpr,
-    is_jensen_shannon: tl.constexpr, has_gradient: tl.constexpr, block: tl.constexpr,
+    has_gradient: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     log_p += row * p_stride
@@ -62,7 +62,7 @@ def _divergence_of_rows(
         of_p = tl.load(log_p + start + places, mask=inside, other=-float("inf")).to(tl.float32)
         scores = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale
         term, slope, _ = _terms(
-            of_p, scores - largest - log_total, a, b, share, has_a, has_b, at_student, at_teacher, is_jensen_shannon
+            of_p, scores - largest - log_total, a, b, share, has_a, has_b, at_student, at_teacher
         )
         value += tl.sum(term, 0)
         slopes += tl.sum(slope, 0)
@@ -74,7 +74,7 @@ def _divergence_of_rows(
             of_p = tl.load(log_p + start + places, mask=inside, other=-float("inf")).to(tl.float32)
             scores = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale
             _, slope, q = _terms(
-                of_p, scores - largest - log_total, a, b, share, has_a, has_b, at_student, at_teacher, is_jensen_shannon
+                of_p, scores - largest - log_total, a, b, share, has_a, has_b, at_student, at_teacher
             )
             of_score = (slope - q * slopes) * weight
             tl.store(gradient + start + places, of_score.to(gradient.dtype.element_ty), mask=inside)
@@ -83,7 +83,7 @@ def _divergence_of_rows(
 @triton.jit
 def _terms(
     log_p, log_q, a, b, share, has_a: tl.constexpr, has_b: tl.constexpr, at_student: tl.constexpr,
-    at_teacher: tl.constexpr, is_jensen_shannon: tl.constexpr,
+    at_teacher: tl.constexpr,
 ):  # fmt: skip
     """What each token adds to D; D's derivative by log q, up to a multiple of q; and q."""
     p, q = tl.exp(log_p), tl.exp(log_q)
@@ -103,6 +103,6 @@ def _terms(
         term += tl.where(p == 0.0, 0.0, a * p * (log_p - log_m))
     if at_student:
         slope -= a * p + b * q
-    elif not (at_teacher or is_jensen_shannon):
+    elif not at_teacher:
         slope -= (a * p + b * q) * (1 - share) * (q / m)
     return term, slope, q

@@ -12,6 +12,7 @@ from toolkit.data.loading.batch import MicroBatch, model_inputs
 from toolkit.distributed.engines import unwrapped
 from toolkit.losses.chunked import Logits, values_in_chunks
 from toolkit.losses.selective_head import OfHidden, at_positions
+from toolkit.losses.token_entropies import LogpsAndEntropies, logps_and_entropies
 from toolkit.models.added_heads import value_head_of, values_at
 
 
@@ -49,18 +50,19 @@ def _tables(
     inputs = model_inputs(micro_batch)
     targets, kept_rows = micro_batch["answer_tokens"], micro_batch.get("kept_rows")
 
-    def values_of(piece: slice, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits / (temperature or 1.0)
+    temperature = temperature or 1.0
+
+    def values_of(piece: slice, logits: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
         if kept_rows is not None:
             there = (kept_rows >= piece.start) & (kept_rows < piece.start + len(logits))
             kept = torch.zeros_like(logits, dtype=torch.bool)
             kept[kept_rows[there] - piece.start, micro_batch["kept_ids"][there]] = True
-            logits = logits.masked_fill(~kept, torch.finfo(logits.dtype).min)
-        logps = -nn.functional.cross_entropy(logits, targets[piece].to(logits.device), reduction="none")
-        with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
-            log_all = logits.log_softmax(-1)
-            entropies = -(log_all.exp() * log_all).sum(-1)
-        return torch.stack([logps, entropies], dim=1)
+            logits = logits.masked_fill(~kept, -torch.inf)
+            gradient = None if gradient is None else logits.detach()
+        of_piece = targets[piece].to(logits.device)
+        if gradient is None:
+            return logps_and_entropies(logits, of_piece, temperature)
+        return LogpsAndEntropies.apply(logits, of_piece, temperature, with_entropy_gradient, gradient)
 
     def values(logits_of: Logits, parameters: Sequence[nn.Parameter], rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return values_in_chunks(values_of, logits_of, parameters, rows, vocabulary).flatten()
