@@ -10,6 +10,7 @@
 | `exact` | `toolkit verify-resume sft --full-determinism` in float32, bf16 and fp16, with compiled layers and without |
 | `recipes` | 12 steps of every recipe with its own data, in bf16, four at a time |
 | `steps` | SFT (fp8 too), LoRA, DPO, classification, as Qwen3-0.6B and 1.7B: tokens/s, MFU, peak memory as a run logs them |
+| `heads` | `benchmarks/heads.py` with the widths of the shapes: losses of the head by our kernels and by torch's operations |
 | `syncs` | each place where a step of SFT or DPO waits for the device, found by torch's sync debug mode |
 | `peers` | `benchmarks/sft.py`, `dpo.py` and `grpo.py` next to TRL's defaults and best flags at 0.6B |
 | `profile` | `toolkit profile sft` at 0.6B: phases of a step, the longest operations |
@@ -149,6 +150,15 @@ def steps(bench: Bench) -> None:
                     bench.record("steps", name, **_logged(run))
 
 
+def heads(bench: Bench) -> None:
+    for name, shape in bench.shapes.items():
+        flags = ["--rows", "64" if bench.tiny else "3500", "--device", "cuda" if torch.cuda.is_available() else "cpu"]
+        for flag, setting in {"--vocabulary": "vocab_size", "--width": "hidden_size"}.items():
+            flags += [flag, str(shape.settings[setting])]
+        done = bench.run(f"heads-{name}", [sys.executable, "benchmarks/heads.py", *flags], 60)
+        bench.record("heads", name, result=_end_of(done), table="" if done is None else done.stdout)
+
+
 def syncs(bench: Bench) -> None:
     """Places where a step waits: sync debug mode names each; none are wanted once the first steps are done."""
     if not torch.cuda.is_available():
@@ -186,7 +196,7 @@ def profile(bench: Bench) -> None:
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
-    each.__name__: each for each in (tests, exact, steps, syncs, recipes, peers, profile)
+    each.__name__: each for each in (tests, exact, steps, heads, syncs, recipes, peers, profile)
 }  # fmt: skip
 
 

@@ -26,12 +26,10 @@ def logps_and_entropies(logits: torch.Tensor, targets: torch.Tensor, temperature
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         for start in range(0, len(logits), size):
             block = slice(start, start + size)
-            scores = logits[block].to(values.dtype) / temperature
-            largest, q = scores.amax(-1, keepdim=True), scores.softmax(-1)
-            log_of_largest = q.amax(-1, keepdim=True).log()
-            values[block, :1] = scores.gather(1, targets[block, None]) - largest + log_of_largest
-            below = scores.sub_(largest).masked_fill_(q == 0, 0.0)
-            values[block, 1] = -torch.linalg.vecdot(q, below) - log_of_largest[:, 0]
+            log_q = _at(temperature, logits[block].to(values.dtype)).log_softmax(-1)
+            values[block, :1] = log_q.gather(1, targets[block, None])
+            q = log_q.exp()
+            values[block, 1] = -torch.linalg.vecdot(q, log_q.clamp_min_(torch.finfo(values.dtype).min))  # 0 log 0 is 0
     return values
 
 
@@ -69,14 +67,19 @@ def _gradient_into(
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         for start in range(0, len(logits), size):
             block = slice(start, start + size)
-            log_q = (logits[block].to(values.dtype) / temperature).log_softmax(-1)
+            scores = _at(temperature, logits[block].to(values.dtype))
             of_logps, of_entropy = (of_values[block] / temperature).to(values.dtype).split(1, dim=1)
-            q = log_q.exp()
+            q = scores.softmax(-1)
             if of_entropies:
-                slope = log_q.add_(values[block, 1:]).mul_(of_entropy).add_(of_logps).masked_fill_(q == 0, 0.0).mul_(q).neg_()
+                log_q = scores.log_softmax(-1).clamp_min_(torch.finfo(values.dtype).min)
+                slope = log_q.add_(values[block, 1:]).mul_(of_entropy).add_(of_logps).mul_(q).neg_()
             else:
                 slope = q.mul_(-of_logps)
             gradient[block] = slope.scatter_add_(1, targets[block, None], of_logps)
+
+
+def _at(temperature: float, scores: torch.Tensor) -> torch.Tensor:
+    return scores if temperature == 1.0 else scores / temperature
 
 
 def _is_for_the_kernel(logits: torch.Tensor) -> bool:
