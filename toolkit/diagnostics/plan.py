@@ -23,7 +23,7 @@ from toolkit.config import Refusal, Settings
 from toolkit.config.reading import values_of
 from toolkit.diagnostics.compat import resized_storages
 from toolkit.diagnostics.heap import find_heap
-from toolkit.diagnostics.ledger import ENGINE, Ledger
+from toolkit.diagnostics.ledger import ENGINE, Ledger, remember_operations
 from toolkit.diagnostics.one_rank import as_first_rank
 from toolkit.diagnostics.planned_rollouts import SAMPLING
 from toolkit.diagnostics.planned_run import Planned, Seen, followed
@@ -102,6 +102,7 @@ def plan(
         Refusal: the recipe refuses its settings or data; or it computes with values, of which no plan is made.
     """
     check_plannable(config)
+    remember_operations(kind)
     seen = Seen(Ledger(find_heap() if kind == "cpu" else None))
     seen.is_sparing = sparing
     follow = functools.partial(_follow, main, config, seen, kind, ampere, ranks, environment)
