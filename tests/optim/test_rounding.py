@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import toolkit as tk
 from tests.optim.test_optim import DECAY, RATE, tiny_bert, tiny_llama
@@ -21,6 +22,7 @@ from toolkit.optim import rounding
 from toolkit.optim.optimizers import build_optimizer
 from toolkit.optim.rounding import StochasticRounding, rounded_at_random
 from toolkit.runs.run_card import describe_optimizer
+from toolkit.system.devices import planned_for
 from toolkit.training.anomalies import RANKS_APART
 from toolkit.training.memory import _fits
 
@@ -229,3 +231,23 @@ def test_two_ranks_hold_the_same_weights_and_learn_as_one(tiny: Any) -> None:
     assert [rank.code for rank in two] == [0, 0], two[0].out[-3000:]
     assert RANKS_APART not in two[0].out
     assert [event[1] for event in two[0].curve] == pytest.approx([event[1] for event in one.curve], rel=0.1)
+
+
+def test_a_plan_for_a_gpu_rounds_a_tensor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the GPU does; blocks for a CPU's cache are 122,000 of a model of eight billion.
+
+    Fails when: the kind of device is that of the plan's tensors."""
+    monkeypatch.setattr(rounding, "_BLOCK", 16)
+    numbers, sizes = torch.randn(640), list[int]()
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.random_.from_:
+                sizes.append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    for kind, wanted in (("cpu", [4] * 40), ("cuda", [160])):
+        with planned_for(kind), Sizes():
+            rounded_at_random(numbers, torch.Generator().manual_seed(0))
+        assert sizes == wanted
+        sizes.clear()

@@ -93,7 +93,7 @@ def _triton_is_there() -> bool:
 
 def _is_first_largest(scores: torch.Tensor, largest: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Whether `scores.argmax(-1) == target`, `[rows, 1]`: the first one where several are the largest."""
-    if scores.device.type != "cpu":
+    if chosen_type(scores.device) != "cpu":
         return scores.argmax(-1, keepdim=True) == target
     # a CPU's argmax looks at one number at a time (torch 2.13), four times as slow as these passes; exact up to 2^24 tokens
     vocabulary = scores.shape[-1]

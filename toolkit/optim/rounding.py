@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from toolkit.system.devices import chosen_type
+
 _BLOCK = 2**16  # numbers
 _PART = 2**24  # numbers that are in float32 at a time, but at least one tensor
 
@@ -72,7 +74,7 @@ def rounded_at_random(numbers: torch.Tensor, generator: torch.Generator) -> torc
     A number that bfloat16 has stays as it is. Takes 16 random bits each of the generator, which is of the numbers' device. On a
     CPU in blocks that its cache holds: 3 ns a number, half of them for the random bits.
     """
-    rounded, on_cpu = torch.empty_like(numbers, dtype=torch.bfloat16), numbers.device.type == "cpu"
+    rounded, on_cpu = torch.empty_like(numbers, dtype=torch.bfloat16), chosen_type(numbers.device) == "cpu"
     flat, halves, size = numbers.reshape(-1), rounded.view(-1), _BLOCK if on_cpu else max(1, numbers.numel())
     for block, half in zip(flat.split(size), halves.split(size), strict=True):
         bits = torch.empty(-(-len(block) // 4), dtype=torch.int64, device=block.device)
