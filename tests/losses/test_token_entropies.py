@@ -19,10 +19,10 @@ def test_values_and_gradient_are_those_of_torch(
     dtype: torch.dtype, tolerance: float, of_entropies: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a temperature, in blocks of four rows; on a GPU by the kernel in Triton, in parts of 16 tokens. With tokens that are
-    ruled out, over a whole part too, and a row that is almost certain.
+    ruled out, over a whole part too, there with gradients as fp16's scale makes them, and a row that is almost certain.
 
     Fails when: the temperature is left out of the gradient, a block or part is skipped, the entropy's own term is missing from
-    its derivative, entropies have a gradient that was not requested, or 0 log 0 is not 0."""
+    its derivative, entropies have a gradient that was not requested, or 0 log 0 is not 0, nor times a large gradient."""
     monkeypatch.setattr(token_losses, "_BLOCK_BYTES", 4 * VOCABULARY * max(4, dtype.itemsize))
     if device == "cuda":
         kernel = pytest.importorskip("toolkit.losses.token_entropies_gpu")
@@ -32,6 +32,7 @@ def test_values_and_gradient_are_those_of_torch(
     targets = torch.randint(30, VOCABULARY, (ROWS,), generator=generator)
     logits[0, 3], logits[1, :20], logits[2, targets[2]] = -torch.inf, -torch.inf, 40
     of_values = torch.randn(ROWS, 2, generator=generator)
+    of_values[1] *= 2**16
     leaf = logits.double().requires_grad_()
     log_q = (leaf / 0.7).log_softmax(-1)
     entropies = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0.0)).sum(-1)

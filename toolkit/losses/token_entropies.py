@@ -12,6 +12,8 @@ import torch
 
 from toolkit.losses.token_losses import rows_of_a_block, runs_as_kernel
 
+_LEAST = -1000.0  # of a log-probability: its exp is 0, so that 0 log 0 is 0, and it stays finite times a scaled gradient
+
 
 def logps_and_entropies(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """`[rows, 2]`, nats, float32 or wider, of logits `[rows, V]`, of which no graph is made, and targets `[rows]`."""
@@ -29,7 +31,7 @@ def logps_and_entropies(logits: torch.Tensor, targets: torch.Tensor, temperature
             log_q = _at(temperature, logits[block].to(values.dtype)).log_softmax(-1)
             values[block, :1] = log_q.gather(1, targets[block, None])
             q = log_q.exp()
-            values[block, 1] = -torch.linalg.vecdot(q, log_q.clamp_min_(torch.finfo(values.dtype).min))  # 0 log 0 is 0
+            values[block, 1] = -torch.linalg.vecdot(q, log_q.clamp_min_(_LEAST))
     return values
 
 
@@ -71,7 +73,7 @@ def _gradient_into(
             of_logps, of_entropy = (of_values[block] / temperature).to(values.dtype).split(1, dim=1)
             q = scores.softmax(-1)
             if of_entropies:
-                log_q = scores.log_softmax(-1).clamp_min_(torch.finfo(values.dtype).min)
+                log_q = scores.log_softmax(-1).clamp_min_(_LEAST)
                 slope = log_q.add_(values[block, 1:]).mul_(of_entropy).add_(of_logps).mul_(q).neg_()
             else:
                 slope = q.mul_(-of_logps)
