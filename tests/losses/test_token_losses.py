@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.losses import token_losses as blocks
-from toolkit.losses.chunked import logps_in_chunks, sums_in_chunks
+from toolkit.losses import chunked, token_losses as blocks
+from toolkit.losses.chunked import logps_in_chunks, sums_in_chunks, values_in_chunks
+from toolkit.losses.token_entropies import LogpsAndEntropies, logps_and_entropies
 from toolkit.losses.token_losses import token_losses
 
 VOCABULARY, ROWS = 50, 23
@@ -129,3 +130,27 @@ def test_a_second_backward_through_log_probabilities_is_refused_rather_than_wron
     logps.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logps.sum().backward()
+
+
+@pytest.mark.parametrize("chunk", [7, ROWS])
+@pytest.mark.parametrize("of", ["sums", "logps", "entropies"])
+def test_a_second_derivative_is_refused_rather_than_wrong(of: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: a backward that writes in place counts as one that has a derivative itself (no `once_differentiable`)."""
+    monkeypatch.setattr(chunked, "rows_in_a_chunk", lambda *_: chunk)
+    rows, head, (_, targets) = torch.randn(ROWS, 8, requires_grad=True), nn.Linear(8, VOCABULARY), logits_and_targets(torch.float32)
+    parameters = tuple(head.parameters())
+
+    def values_of(piece: slice, logits: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is None:
+            return logps_and_entropies(logits, targets[piece])
+        return LogpsAndEntropies.apply(logits, targets[piece], 1.0, True, gradient)
+
+    if of == "sums":
+        found = sums_in_chunks(head, parameters, rows, targets, VOCABULARY)[0]
+    elif of == "logps":
+        found = logps_in_chunks(head, parameters, rows, targets, VOCABULARY)
+    else:
+        found = values_in_chunks(values_of, head, parameters, rows, VOCABULARY)
+    (gradient,) = torch.autograd.grad(found.square().sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.data.loading.batch import precise
@@ -162,6 +163,7 @@ class _SumsWithGradients(torch.autograd.Function):
         return loss, *others
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *of_sums: torch.Tensor) -> Any:
         if ctx.gradients is None:
             raise RuntimeError("The gradient of this loss was taken before: it is kept for one backward only.")
@@ -242,6 +244,7 @@ class _ValuesRecomputed(torch.autograd.Function):
         return torch.cat([of_chunk(piece, rows[piece]) for piece in pieces])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *of_values: torch.Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         of_rows = torch.empty_like(rows) if rows.requires_grad else None

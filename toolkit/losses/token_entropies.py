@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from toolkit.losses.token_losses import rows_of_a_block, runs_as_kernel
 
@@ -49,6 +50,7 @@ class LogpsAndEntropies(torch.autograd.Function):
         return values
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *of_values: torch.Tensor) -> Any:
         logits, targets, values, gradient = ctx.saved_tensors  # a second time torch refuses: the logits were changed in place
         _gradient_into(gradient, logits, targets, values, of_values[0], ctx.temperature, ctx.of_entropies)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from toolkit.system.devices import chosen_type, is_ampere
 
@@ -112,6 +113,7 @@ class TokenLogps(torch.autograd.Function):
         return losses.neg_()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *of_logps: torch.Tensor) -> Any:
         (gradient,) = ctx.saved_tensors  # a second time torch refuses: it was changed in place
         return gradient.mul_(of_logps[0][:, None].neg()), None, None
