@@ -409,6 +409,33 @@ def test_a_recipe_that_fails_is_a_finding_with_its_line(tmp_path: Path) -> None:
     assert "nothing" in path.read_text().splitlines()[int(finding["where"].rpartition(":")[2]) - 1]
 
 
+@pytest.mark.parametrize(
+    ("ending", "setting", "run", "accused"),
+    [
+        ("KeyError('mine')", "per_device_train_batch_size == 1", "split", True),
+        ("KeyError('mine')", "lr_scheduler_type == 'constant'", "overfit", True),
+        ("tk.Refusal('mine')", "per_device_train_batch_size == 1", "split", False),
+        ("importlib.import_module('toolkit.training.anomalies').Diverged('mine')", "lr_scheduler_type == 'constant'", "overfit", False),
+    ],
+)
+def test_a_short_run_that_ends_with_an_error_is_a_finding_with_its_line(
+    ending: str, setting: str, run: str, accused: bool, tmp_path: Path
+) -> None:
+    """What the toolkit refuses or ends itself is none, as doctor's settings may be to blame. Fails when: a check that could
+    not look for it says `--` alone, with code 0; or any exception counts."""
+    line = f"    if config.{setting}:\n        import importlib\n        raise {ending}\n"
+    change = ("    with tk.open_run(", line + "    with tk.open_run(")
+    path = planted.copy_with(("accelerated", [change], [], "", None), tmp_path)
+    code, report = doctor(str(path), "--only", run)
+    states = {check["check"]: (check["state"], "mine" in check["note"]) for check in report["checks"]}
+    assert states == {"runs": ("finding" if accused else "ok", False), run: ("skipped", True)}
+    assert code == accused
+    for finding in report["findings"]:
+        assert finding["check"] == "runs"
+        assert "KeyError" in finding["what"]
+        assert "mine" in path.read_text().splitlines()[int(finding["where"].rpartition(":")[2]) - 1]
+
+
 def test_a_disk_without_room_is_that_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when: the refusal names --output-dir, which nobody typed."""
 

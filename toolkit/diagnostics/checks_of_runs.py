@@ -28,9 +28,8 @@ _LEARNED = 0.02
 _CONSTANT = 1e-6  # likewise: the rounding of a loss that never changes
 _NO_METRIC = ("second", "time", "memory", "examples")
 _OF_CLASSES = ("classification", "token_classification")
-
-
-_OF_RUNS = {"split": "1 example a micro-batch", "whole": "8 examples a micro-batch", "overfit": "8 examples, again and again"}
+# The short runs next to the first one, as what they are for a recipe.
+OF_RUNS = {"split": "1 example a micro-batch", "whole": "8 examples a micro-batch", "overfit": "8 examples, again and again"}
 
 
 def check_finite(records: Mapping[str, Record]) -> Outcome:
@@ -41,7 +40,7 @@ def check_finite(records: Mapping[str, Record]) -> Outcome:
         skips = sum(int(event.get("nonfinite_steps") or 0) for event in trained)
         steps += len(trained)
         if skips:
-            how = f" with {_OF_RUNS[name]}" if name in _OF_RUNS else ""
+            how = f" with {OF_RUNS[name]}" if name in OF_RUNS else ""
             what = f"In {skips} of {len(trained)} steps{how} the loss or the gradient was not finite; they changed nothing."
             change = (
                 "Look for a division by a count that can be 0, a logarithm or root of 0, an exponential without bound: add up "

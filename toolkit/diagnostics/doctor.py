@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from toolkit.diagnostics.checks_of_ends import check_ends, check_stops
 from toolkit.diagnostics.checks_of_gradients import check_alone, check_cleared, check_clipping, check_split
 from toolkit.diagnostics.checks_of_labels import check_masks, check_spans
 from toolkit.diagnostics.checks_of_runs import (
+    OF_RUNS,
     check_evaluation,
     check_finite,
     check_overfit,
@@ -96,7 +97,7 @@ def _outcomes(runs: Runs, config: Settings, folder: Path, only: Collection[str])
     split, whole = (runs.records.get(name, nothing) for name in ("split", "whole"))
     after = runs.weights.get("as_is", {})
     checks: dict[str, Callable[[], Outcome]] = {
-        "runs": lambda: found(f"{len(record.updates)} updates", _no_update(record)),
+        "runs": lambda: found(f"{len(record.updates)} updates", _no_update(record), _ended_run(runs.records)),
         "finite": lambda: check_finite(runs.records),
         "split": lambda: check_split(split, whole, config),
         "alone": lambda: check_alone(whole, config),
@@ -141,3 +142,17 @@ def _no_update(record: Record) -> Finding | None:
         return None
     what = "No optimizer was stepped while a batch of tk.build_dataloaders was in use: little can be looked at."
     return Finding("runs", what, "Iterate over the run, or over train.batches(), and step the optimizer in that loop.")
+
+
+def _ended_run(records: Mapping[str, Record]) -> Finding | None:
+    """The first of the other short runs that the recipe ended with an error; the resumed one has a check of its own.
+
+    A run that the toolkit itself ends (a refusal, a loss that is not finite) may be so for the settings that it has here.
+    """
+    for name, how in OF_RUNS.items():
+        error = records[name].error if name in records else None
+        if error is not None and not isinstance(error, Refusal) and not hasattr(error, "exit_code"):
+            what = f"With {how} it ends with {type(error).__name__}: {error}"[:400]
+            change = "Mend this first: what is to be seen in that run could not be looked at."
+            return Finding("runs", what, change, records[name].error_where)
+    return None

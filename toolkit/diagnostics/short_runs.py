@@ -127,10 +127,10 @@ def _run(
             main(shortened(config, place, changes))
     except Learned:
         pass
-    except Refusal:
+    except Refusal as refusal:
         if name == "as_is":
             raise
-        record.error = RuntimeError(printed.getvalue()[-500:])
+        record.error = refusal
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a stop that was asked for, an exit, or whatever a recipe may do: it is what doctor reports
