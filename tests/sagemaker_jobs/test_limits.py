@@ -111,8 +111,8 @@ def test_without_the_sdk_the_check_says_what_to_install(monkeypatch: pytest.Monk
     ("instance_type", "said"),
     [
         ("ml.g5.2xlarge", None),
-        ("ml.g5.2xlrge", r"WARNING: --instance-type ml\.g5\.2xlrge: .*ml\.g5\.2xlarge\?"),
         ("ml.g5.999xlarge", r"WARNING: --instance-type ml\.g5\.999xlarge: "),
+        ("ml.g99-a1.xlarge", r"WARNING: --instance-type ml\.g99-a1\.xlarge: "),
     ],
 )  # fmt: skip
 def test_an_instance_type_that_botocore_does_not_know_is_warned_of_and_let_through(sdk: Any, instance_type: str, said: str | None) -> None:
@@ -121,6 +121,15 @@ def test_an_instance_type_that_botocore_does_not_know_is_warned_of_and_let_throu
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["ResourceConfig"]["InstanceType"] == instance_type
     assert re.search(said, ran.err) if said else ("WARNING" not in ran.err)
+
+
+@pytest.mark.parametrize("instance_type", ["ml.g5.2xlarg", "ml.g5.2xlargee", "g5.2xlarge", "ml.g5-2xlarge"])
+def test_what_is_not_written_like_an_instance_type_is_refused(sdk: Any, instance_type: str) -> None:
+    """Fails when: it is warned of alone, as newer types are, or `.fullmatch` is `.match`."""
+    ran = sdk.toolkit("sagemaker", "submit", "sft", "--max-steps", "3", "--region", "eu-west-1", "--dry-run", "--instance-type", instance_type)
+    assert ran.code == 2, ran.err
+    assert f"--instance-type {instance_type}: " in ran.err
+    assert "Did you mean ml.g5" in ran.err
 
 
 @pytest.mark.parametrize("stem", ["sft", "a_recipe.of-mine", "x" * 200, "___"])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from botocore.model import ServiceModel
 
 _OF_THE_SDK = ("program", "submit_directory", "container_log_level", "job_name", "region")  # hyperparameters that it adds
+_INSTANCE_TYPE = re.compile(r"ml\.[a-z0-9-]+\.(medium|large|\d*xlarge|metal)")
 _OF_TORCH_DISTRIBUTED = ("torch_distributed_enabled", "instance_type")
 
 
@@ -36,12 +37,18 @@ def check_limits(job: Job, hyperparameters: Mapping[str, str], environment: Mapp
 
 
 def warning_of_instance_type(instance_type: str) -> str:
-    """A warning if botocore's service model doesn't list the type; not a refusal, because AWS may have newer ones."""
+    """A warning if botocore's service model doesn't list the type: AWS may have newer ones.
+
+    Raises:
+        Refusal: no type is written like that.
+    """
     known = _service_model().shape_for("TrainingInstanceType").enum
     if instance_type in known:
         return ""
     near = difflib.get_close_matches(instance_type, known, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
+    if not _INSTANCE_TYPE.fullmatch(instance_type):
+        raise Refusal(f"--instance-type {instance_type}: must be ml.FAMILY.SIZE, such as ml.g5.12xlarge.{meant}")
     return f"--instance-type {instance_type}: is none of the types in the installed botocore for training.{meant}"
 
 
