@@ -38,6 +38,7 @@ REMARKS = {
     "not_higher": "{pair has|pairs have} a chosen answer that scores no higher than the rejected one",
     "no_relevant": "{list has|lists have} no document with a label above 0, and {counts|count} 0 in mrr, map, recall and ndcg",
     "same_label": "{list has|lists have} one label for all of {its|their} documents: nothing in {it|them} can be compared",
+    "two_labels": "{list has|lists have} one document with two labels, of which one must be wrong",
     "cut_queries": "{query is|queries are} longer than half of --max-length, and cut too",
     "cut_choices": "{question has|questions have} a choice that --max-length cuts: it alone is longer",
     "right_twice": "{question has|questions have} {its|their} right choice twice, and can't be answered for certain",

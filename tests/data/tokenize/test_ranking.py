@@ -148,6 +148,19 @@ def test_lists_in_which_nothing_is_relevant_or_can_be_compared_are_kept_counted_
     assert len(tk.tokenize_for_ranking(splits_of(LISTS[2:]), encoder, Config(ranking_loss="bce"))["train"]) == 2
 
 
+def test_lists_in_which_a_document_has_two_labels_are_counted(encoder: Any) -> None:
+    """As when a negative is the positive. Fails when: nobody looks, or a document that is there twice with one label counts."""
+    same, other = text(5, 3), text(9, 3)
+    lists = [
+        {"query": text(20 + 4 * i, 4), "documents": [same, other, same], "labels": labels}
+        for i, labels in enumerate([[1, 0, 0], [1, 0, 1], [0, 1, 0.5]])
+    ]  # fmt: skip
+    found = tk.tokenize_for_ranking(splits_of(lists), encoder, Config())
+    assert (len(found["train"]), found.report.splits[0].remarks) == (3, {"two_labels": 2})
+    pairs = [{"query": text(0, 4), "positive": same, "negative": negative} for negative in (other, same)]
+    assert tk.tokenize_for_ranking(splits_of(pairs), encoder, Config()).report.splits[0].remarks == {"two_labels": 1}
+
+
 @pytest.mark.parametrize("overlong", ["drop", "refuse"])
 def test_a_list_with_an_overlong_document_is_dropped_or_refused_whole(encoder: Any, overlong: str) -> None:
     """Fails when: drop takes the document alone."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 6  # raise it when the same rows and settings give other tokens, labels or counts, or a refusal
+FORMAT_VERSION = 7  # raise it when the same rows and settings give other tokens, labels or counts, or a refusal
 BATCH_ROWS = 512
 STREAM_ROWS = 256  # of a stream: what is counted before training
 

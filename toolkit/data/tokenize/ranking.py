@@ -187,6 +187,8 @@ class ListRows:
                 remarks["right_twice"] += each.documents.count(each.documents[int(labels.argmax())]) > 1
             else:
                 remarks["cut_queries"] += is_cut and len(query) > self._half
+                judged = set(zip(each.documents, columns["labels"][-1], strict=True))
+                remarks["two_labels"] += len(judged) > len(set(each.documents))
         documents = join_documents(ids, None, origins, columns)
         documents.whole[:] = longest  # what --max-length is about
         return documents, remarks
