@@ -480,6 +480,27 @@ def test_a_classifiers_metrics_are_those_of_scikit_learn_with_the_models_own_cla
         toolkit("generate", made / "classes", "--prompt", "x")
 
 
+@pytest.mark.parametrize(
+    ("setting", "row", "needed"),
+    [
+        ("ranking_loss: bce", {"query": "one", "positive": "two"}, "query (or anchor), positive and negative"),
+        ("ranking_loss: bce", {"text": "one", "label": 1}, "query (or anchor), positive and negative"),
+        ("center_rewards_coefficient: 0", {"prompt": "one", "completion": "two"}, "chosen"),
+    ],
+)
+def test_rows_of_another_task_are_refused_with_the_columns_of_the_runs_own(
+    made: Path, tmp_path: Path, setting: str, row: dict[str, Any], needed: str
+) -> None:
+    """A model of one number per text could be a classifier's. Fails when: what the run was trained for is not looked up."""
+    run = Path(shutil.copytree(made / "rewards", tmp_path / "run"))
+    (run / "run.json").write_text("{}")
+    (run / "config.yaml").write_text(f"dataset: nowhere.jsonl\nmodel: tiny-llama\n{setting}\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(Refusal) as refused:
+        evaluated(run, "--dataset", tmp_path / "rows.jsonl")
+    assert needed in str(refused.value)
+
+
 def test_a_reward_models_accuracy_is_the_share_of_pairs_it_ranks_as_the_data_do(made: Path, tmp_path: Path) -> None:
     """Fails when: the padding's score is read."""
     pairs = [(f"one {'two ' * i}", "three four", "five " * (i % 3 + 1)) for i in range(9)]

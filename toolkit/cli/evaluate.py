@@ -117,7 +117,7 @@ def evaluate(
     from toolkit.data.report import print_data_report
 
     found = evaluate_model(
-        settings, names, task, split, device, is_length_given=is_length_given,
+        settings, names, task or _scoring_task(of_run), split, device, is_length_given=is_length_given,
         show=lambda report: print_data_report(report, sys.stderr), trained=trained, max_new_tokens=max_new_tokens,
     )  # fmt: skip
     if as_json:
@@ -162,6 +162,16 @@ def _settings_of_task(of_run: Path) -> frozenset[str]:
         if names <= written:
             return frozenset(names | ({"max_length"} if QuestionAnsweringConfig in groups else set())) - _OF_DATA
     return frozenset()
+
+
+# Runs whose model has one number for a text, which of the model alone could be a classifier's: a setting that they alone have.
+_SCORING = {"ranking_loss": "ranking", "center_rewards_coefficient": "preference"}
+
+
+def _scoring_task(of_run: Path | None) -> str | None:
+    """The task of a reranker's or a reward model's run; None of another, where the model and the columns tell."""
+    written = read_config_file(of_run) if of_run else {}
+    return next((task for name, task in _SCORING.items() if name in written), None)
 
 
 def _shown(value: Any) -> str:
