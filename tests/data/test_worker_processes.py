@@ -18,7 +18,7 @@ CANNOT_START = """import multiprocessing, sys, torch
 from multiprocessing import popen_fork, synchronize
 from torch.utils.data import DataLoader
 from toolkit.config import Refusal
-from toolkit.data.loading.loaders import _outlive_a_stop
+from toolkit.data.loading.loaders import _begin_worker
 from toolkit.data.worker_processes import started
 rows = torch.arange(8)
 running = started(DataLoader(rows, num_workers=1), "--dataloader-num-workers")
@@ -36,7 +36,7 @@ if sys.argv[1] == "shared memory":
 else:
     popen_fork.Popen._launch = second_fails
 try:
-    started(DataLoader(rows, num_workers=2, worker_init_fn=_outlive_a_stop), "--dataloader-num-workers")
+    started(DataLoader(rows, num_workers=2, worker_init_fn=_begin_worker), "--dataloader-num-workers")
 except Refusal as refused:
     held = refused  # as by a process that ends: without it torch's pipes are closed, and so are its workers
     print(refused)
@@ -73,9 +73,9 @@ def test_rows_that_cannot_be_read_are_not_blamed_on_the_workers(workers: int) ->
 
 LOSES_ONE = """import multiprocessing, os, signal, torch
 from torch.utils.data import DataLoader
-from toolkit.data.loading.loaders import _outlive_a_stop
+from toolkit.data.loading.loaders import _begin_worker
 from toolkit.data.worker_processes import started
-rows = started(DataLoader(torch.arange(10**6), num_workers=2, worker_init_fn=_outlive_a_stop), "--dataloader-num-workers")
+rows = started(DataLoader(torch.arange(10**6), num_workers=2, worker_init_fn=_begin_worker), "--dataloader-num-workers")
 next(rows)
 os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 for row in rows: pass"""
@@ -95,10 +95,10 @@ def test_a_worker_that_is_killed_ends_the_process_at_once() -> None:
 
 LOSES_FOLDER = """import os, shutil, sys, tempfile, torch
 from torch.utils.data import DataLoader
-from toolkit.data.loading.loaders import _outlive_a_stop
+from toolkit.data.loading.loaders import _begin_worker
 from toolkit.data.worker_processes import LostSockets, started
 def load():
-    return started(DataLoader(torch.arange(10**6), num_workers=2, worker_init_fn=_outlive_a_stop), "--dataloader-num-workers")
+    return started(DataLoader(torch.arange(10**6), num_workers=2, worker_init_fn=_begin_worker), "--dataloader-num-workers")
 rows = load()
 for _ in range(4): next(rows)  # of both workers, which have their sockets now
 shutil.rmtree(tempfile.gettempdir())
@@ -118,3 +118,40 @@ def test_workers_without_the_folder_of_their_sockets_are_named(which: str) -> No
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{folder}/")
+
+
+BEGINS = """import os, shutil, sys, tempfile, torch
+from torch.utils.data import DataLoader
+from toolkit.config import Refusal
+from toolkit.data.loading.loaders import _begin_worker
+from toolkit.data.worker_processes import LostSockets, started
+def begin(worker):
+    if sys.argv[1] == "lost before": shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    _begin_worker(worker)
+    if sys.argv[1] == "lost after": shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+try:
+    print(sum(map(int, started(DataLoader(torch.arange(8), num_workers=2, worker_init_fn=begin), "--dataloader-num-workers"))))
+except (LostSockets, Refusal) as error:
+    print(type(error).__name__, error)"""
+
+
+@pytest.mark.parametrize(
+    ("what", "characters", "said"),
+    [
+        ("long", 75, "28"),
+        ("too long", 76, r"Refusal TMPDIR=/.*\b76\b"),
+        ("lost before", 50, "LostSockets /"),
+        ("lost after", 50, "LostSockets /"),
+    ],
+)
+def test_workers_whose_sockets_cannot_be_opened_are_not_waited_for(what: str, characters: int, said: str) -> None:
+    """TMPDIR's path is too long for sockets, or it is removed before a worker's first tensors. Fails when: open_socket is not
+    called as a worker begins, or opens nothing; a TMPDIR that is short enough is refused."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        place = os.path.join(folder, "x" * (characters - len(folder) - 1))
+        os.mkdir(place)
+        environment = {**os.environ, "TMPDIR": place}
+        command = [sys.executable, "-c", BEGINS, what]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.match(said, done.stdout), done.stdout

@@ -28,7 +28,8 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
     """What a DataLoader yields, by the worker processes of `flag`; they run when this returns.
 
     Raises:
-        Refusal: they can't be started, for a limit of processes or threads, or without /dev/shm.
+        Refusal: they can't be started, for a limit of processes or threads, or without /dev/shm; the path of TMPDIR is too
+            long for what they have in it.
         LostSockets: what they have in TMPDIR was removed, before or while they run.
     """
     _end_them_at_the_end()
@@ -50,6 +51,15 @@ def started(loader: DataLoader[Any], flag: str) -> Iterator[Any]:
         ) from error
 
 
+def open_socket() -> None:
+    """Let a worker process open, as it begins, the socket by which it hands over tensors. Where it can't be opened, an error of
+    then is raised for whoever reads the rows; one at the first tensors would be lost, and they would be waited for for ever."""
+    from multiprocessing.resource_sharer import DupFd
+
+    with open(os.devnull) as handed_over:
+        os.close(DupFd(handed_over.fileno()).detach())
+
+
 def _reached(rows: Iterator[Any], sockets: str) -> Iterator[Any]:
     try:
         yield from rows
@@ -57,6 +67,14 @@ def _reached(rows: Iterator[Any], sockets: str) -> Iterator[Any]:
         if sockets and not os.path.isdir(sockets):
             raise _lost(sockets) from None
         raise
+    except OSError as error:
+        if "AF_UNIX path too long" not in str(error):
+            raise
+        place = os.path.dirname(sockets)
+        raise Refusal(
+            f"TMPDIR={place}: its path is too long ({len(place)} characters) for the sockets of worker processes. Take a "
+            "shorter one, such as TMPDIR=/tmp, or --dataloader-num-workers 0."
+        ) from None
 
 
 def _lost(sockets: str) -> LostSockets:

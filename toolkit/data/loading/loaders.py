@@ -29,7 +29,7 @@ from toolkit.data.loading.packing import Augment, PackedRows, Packing, PlainRows
 from toolkit.data.loading.step_size import check_step
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.data.sources.load import commits_of_sources
-from toolkit.data.worker_processes import started
+from toolkit.data.worker_processes import open_socket, started
 from toolkit.system.files import allow_open_files
 
 if TYPE_CHECKING:
@@ -194,9 +194,14 @@ def _load(reader: _StepReader, plans: Iterator[StepPlan], workers: int, pin_memo
     """A DataLoader with a generator of its own: making its iterator must not move the global random state."""
     loader: DataLoader[Batch] = DataLoader(
         reader, sampler=plans, batch_size=None, num_workers=workers, pin_memory=pin_memory,
-        generator=torch.Generator().manual_seed(0), prefetch_factor=2 if workers else None, worker_init_fn=_outlive_a_stop,
+        generator=torch.Generator().manual_seed(0), prefetch_factor=2 if workers else None, worker_init_fn=_begin_worker,
     )  # fmt: skip
     return started(loader, "--dataloader-num-workers")
+
+
+def _begin_worker(worker: int) -> None:
+    _outlive_a_stop(worker)
+    open_socket()
 
 
 def _outlive_a_stop(worker: int) -> None:
