@@ -131,6 +131,9 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
         whole = max(split.examples, sum(split.classes.values()), 1)  # of tags, words
         shares = [f"{label} {count / whole:.1%}" for label, count in split.classes.items()]
         lines.append("classes: " + first_of(shares))
+        of_train = next((each.classes for each in report.splits if each.name == "train"), {})
+        if missing := [label for label, count in split.classes.items() if of_train.get(label) and not count]:
+            lines.append(f"classes of train that it lacks, and its metrics say nothing of: {first_of(missing)}")
     return [f"{split.name}: {line}" for line in lines]
 
 

@@ -11,10 +11,11 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 import toolkit.data.tokenize.prepare as tokenizing
-from toolkit.config import DataConfig, Refusal
+from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.data import split_counts
 from toolkit.data.report import example_pieces, print_data_report
 from toolkit.data.split_counts import SplitCounts
+from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.documents import IGNORED
 from toolkit.data.tokenize.tasks import prepare, tokenize_for_lm, tokenize_for_sft
 from toolkit.models.tokenizer import train_tokenizer
@@ -330,6 +331,18 @@ def test_what_may_surprise_is_noted(tokenizer):
     notes = prepare("sft", splits_of([{**GOOD_PAIR, "id": 3, "source": "x"}]), own, DataConfig(max_length=64)).report.notes
     assert "columns not read: id, source" in notes
     assert any(re.search(r"--max-length 64 .*\b32\b", note) for note in notes)
+
+
+@pytest.mark.parametrize(("held_out", "lacking"), [("aab", ["c", "d"]), ("abcd", [])])
+def test_classes_that_the_evaluation_rows_lack_are_named(tokenizer, held_out, lacking):
+    """Fails when: nobody compares the splits, or what train has is not what counts."""
+    rows = [{"text": f"text {number}", "label": label} for number, label in enumerate("aabbccdd")]
+    validation = [{"text": f"other {number}", "label": label} for number, label in enumerate(held_out)]
+    config = make_dataclass("Config", [], bases=(DataConfig, ClassificationConfig), frozen=True)()
+    form = classification_format(config, ["a", "b", "c", "d", "nowhere"])
+    shown = printed(prepare(form, splits_of(rows, validation=validation), tokenizer, config).report)
+    named = [line.rpartition(": ")[2] for line in shown.splitlines() if "lacks" in line]
+    assert named == [", ".join(lacking)] * bool(lacking)
 
 
 def test_an_empty_training_split_is_refused(tokenizer):
