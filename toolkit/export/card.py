@@ -32,6 +32,17 @@ _TASKS = {
     "ForTokenClassification": ("token-classification", "Token classification"),
 }
 _DIFFUSION = ("text-generation", "Masked diffusion")
+_OF_A_TEXT = 'inputs = tokenizer("...", return_tensors="pt")\n'
+# What a whole model predicts; of classifiers by --problem-type, which rerankers and reward models don't have.
+_PREDICTED = {
+    "single_label": _OF_A_TEXT + "print(model.config.id2label[model(**inputs).logits.argmax().item()])",
+    "multi_label": _OF_A_TEXT + "chosen = (model(**inputs).logits[0] > 0).nonzero().flatten().tolist()\n"
+    "print([model.config.id2label[number] for number in chosen])",
+    "regression": _OF_A_TEXT + "print(model(**inputs).logits.item())",
+    "tags": 'words = ["...", "..."]\ninputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")\n'
+    "tags = model(**inputs).logits[0].argmax(-1).tolist()  # of tokens; a word has that of its first one\n"
+    "print([model.config.id2label[tags[inputs.word_ids().index(number)]] for number in range(len(words))])",
+}  # fmt: skip
 _NAME_LINE = re.compile(r'^name = ".*"', re.MULTILINE)
 _NAME_IN_SHELL = re.compile(r"^name=.*", re.MULTILINE)
 
@@ -82,7 +93,7 @@ def model_card(
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {_plain(title)}",
         _origin(base, of_model, license, adapter, begun if below else None),
         f"## Evaluation\n\nOn rows that were not trained on.\n\n{_table('metric', found)}" if found else "",
-        f"## How to use it\n\n{_usage(name, architecture, adapter, task == _DIFFUSION)}",
+        f"## How to use it\n\n{_usage(name, architecture, adapter, task == _DIFFUSION, settings)}",
         f"## Training\n\nData: {data}.\n\n{_teacher(run_card)}{_table('setting', _settings(run_card))}" if of_data else "",
         f"## Versions\n\n{_table('library', run_card['versions'])}" if run_card.get("versions") else "",
     ]
@@ -143,7 +154,7 @@ def _origin(base: str, of_model: Mapping[str, Any], license: str | None, adapter
     return f"{what} trained from {linked}{at}{stated}."
 
 
-def _usage(name: str, architecture: str, adapter: str | None, is_diffusion: bool) -> str:
+def _usage(name: str, architecture: str, adapter: str | None, is_diffusion: bool, settings: Mapping[str, Any]) -> str:
     if is_diffusion:  # transformers would write with it from left to right, which it can't
         return (
             "A masked-diffusion language model: it fills in hidden tokens from both sides, in several passes.\n\n"
@@ -162,7 +173,10 @@ def _usage(name: str, architecture: str, adapter: str | None, is_diffusion: bool
         load = f"model = AutoPeftModel{ending}.from_pretrained(name)"
     else:
         imports, load = f"from transformers import {auto}, AutoTokenizer", f"model = {auto}.from_pretrained(name)"
-    return f"```python\n{imports}\n\nname = {json.dumps(name)}\ntokenizer = AutoTokenizer.from_pretrained(name)\n{load}\n```"
+    kinds = {"ForTokenClassification": "tags", "ForSequenceClassification": settings.get("problem_type")}
+    predict = "" if adapter else _PREDICTED.get(kinds.get(ending) or "", "")
+    lines = [imports, "", f"name = {json.dumps(name)}", "tokenizer = AutoTokenizer.from_pretrained(name)", load]
+    return "\n".join(["```python", *lines, *(["", predict] if predict else []), "```"])
 
 
 def _teacher(run_card: Mapping[str, Any]) -> str:
