@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies of rows of logits on a GPU: read once, and once more for the gradient that is written over
-them. `toolkit.losses.token_entropies` describes what is computed.
+"""Log-probabilities and entropies of rows of logits on a GPU: read once, and twice for the gradient that is written over them.
+`toolkit.losses.token_entropies` describes what is computed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ def gradient_into(
     temperature: float, of_entropies: bool,
 ) -> None:  # fmt: skip
     """Fill `gradient` `[rows, V]`, which may be the logits: `of_values` `[rows, 2]` is that of the values."""
-    # not in the kernel: one warp might look up the target's logit when another has written over it
-    log_z = logits.gather(1, targets[:, None])[:, 0].float() / temperature - values[:, 0]
     with torch.cuda.device(logits.device):
         _gradient_of_rows[(len(logits),)](
-            gradient, logits, targets.contiguous(), log_z, values, of_values.float().contiguous(), gradient.stride(0),
+            gradient, logits, targets.contiguous(), values, of_values.float().contiguous(), gradient.stride(0),
             logits.stride(0), 1.0 / temperature, logits.shape[1], of_entropies, BLOCK, num_warps=WARPS,
         )  # fmt: skip
     torch.autograd.graph.increment_version(gradient)  # as torch does for its own operations in place
@@ -56,18 +54,25 @@ def _values_of_rows(values, logits, targets, logits_stride, scale, vocabulary: t
 
 @triton.jit
 def _gradient_of_rows(
-    gradient, logits, targets, log_zs, values, of_values, gradient_stride, logits_stride, scale,
-    vocabulary: tl.constexpr, of_entropies: tl.constexpr, block: tl.constexpr,
+    gradient, logits, targets, values, of_values, gradient_stride, logits_stride, scale, vocabulary: tl.constexpr,
+    of_entropies: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     gradient += row * gradient_stride
     target = tl.load(targets + row)
-    log_z = tl.load(log_zs + row)
     entropy = tl.load(values + 2 * row + 1)
     of_logp = tl.load(of_values + 2 * row) * scale
     of_entropy = tl.load(of_values + 2 * row + 1) * scale
     places = tl.arange(0, block)
+    largest, total = -float("inf"), 0.0
+    for start in range(0, vocabulary, block):
+        inside = start + places < vocabulary
+        scores = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        before, largest = largest, tl.maximum(largest, tl.max(scores, 0))
+        base = tl.where(largest == -float("inf"), 0.0, largest)
+        total = total * tl.exp(before - base) + tl.sum(tl.exp(scores - base), 0)
+    log_z = largest + tl.log(total)
     for start in range(0, vocabulary, block):
         inside = start + places < vocabulary
         log_q = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale - log_z
