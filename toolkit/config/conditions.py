@@ -137,6 +137,8 @@ def never_measured(metric: str, metrics: list[str]) -> bool:
 
 WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")
 OF_BITSANDBYTES = ("adamw_bnb_8bit", "lion_32bit", "lion_8bit")
+WITH_BETAS = (*WITH_ADAM, "lion_32bit", "lion_8bit")
+WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
 
 
 def packages_of_settings(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -147,10 +149,6 @@ def packages_of_settings(settings: Mapping[str, Any]) -> dict[str, str]:
         "fp8": ("torchao", settings.get("fp8", "none") != "none"),
     }
     return {name: package for name, (package, is_needed) in needed.items() if is_needed}
-
-
-WITH_BETAS = (*WITH_ADAM, "lion_32bit", "lion_8bit")
-WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
 
 
 def momentum_of(config: OptimConfig) -> float:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from toolkit.losses.divergences import Divergence
+from toolkit.losses.token_losses_gpu import normalizer
 
 BLOCK, WARPS = 4096, 8  # numbers of a row that are looked at together, 16 by a thread
 
@@ -48,14 +49,7 @@ def _divergence_of_rows(
     log_p += row * p_stride
     logits += row * logits_stride
     places = tl.arange(0, block)
-    largest, total = -float("inf"), 0.0
-    for start in range(0, vocabulary, block):
-        inside = start + places < vocabulary
-        scores = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale
-        before, largest = largest, tl.maximum(largest, tl.max(scores, 0))
-        base = tl.where(largest == -float("inf"), 0.0, largest)  # so far every token may be ruled out
-        total = total * tl.exp(before - base) + tl.sum(tl.exp(scores - base), 0)
-    log_total = tl.log(total)
+    largest, log_total = normalizer(logits, scale, vocabulary, block)
     value, slopes = 0.0, 0.0
     for start in range(0, vocabulary, block):
         inside = start + places < vocabulary

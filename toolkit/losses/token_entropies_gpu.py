@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from toolkit.losses.token_losses_gpu import normalizer
+
 BLOCK, WARPS = 4096, 8  # numbers of a row that are looked at together, 16 by a thread
 
 
@@ -65,17 +67,10 @@ def _gradient_of_rows(
     of_logp = tl.load(of_values + 2 * row) * scale
     of_entropy = tl.load(of_values + 2 * row + 1) * scale
     places = tl.arange(0, block)
-    largest, total = -float("inf"), 0.0
+    largest, log_total = normalizer(logits, scale, vocabulary, block)
     for start in range(0, vocabulary, block):
         inside = start + places < vocabulary
-        scores = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale
-        before, largest = largest, tl.maximum(largest, tl.max(scores, 0))
-        base = tl.where(largest == -float("inf"), 0.0, largest)
-        total = total * tl.exp(before - base) + tl.sum(tl.exp(scores - base), 0)
-    log_z = largest + tl.log(total)
-    for start in range(0, vocabulary, block):
-        inside = start + places < vocabulary
-        log_q = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale - log_z
+        log_q = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale - largest - log_total
         q = tl.exp(log_q)
         slope = -q * of_logp
         if of_entropies:

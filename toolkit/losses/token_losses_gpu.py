@@ -77,3 +77,17 @@ def _losses_of_rows(
             of_score = tl.exp(scores - largest) * scale - smoothing / vocabulary
             of_score += tl.where(start + places == target, smoothing - 1.0, 0.0)
             tl.store(gradient + start + places, (of_score * weight).to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normalizer(logits, scale, vocabulary: tl.constexpr, block: tl.constexpr):
+    """The largest of a row's logits times `scale`, and the logarithm of the sum of their exponentials over its own."""
+    places = tl.arange(0, block)
+    largest, total = -float("inf"), 0.0
+    for start in range(0, vocabulary, block):
+        inside = start + places < vocabulary
+        scores = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        before, largest = largest, tl.maximum(largest, tl.max(scores, 0))
+        base = tl.where(largest == -float("inf"), 0.0, largest)  # so far every token may be ruled out
+        total = total * tl.exp(before - base) + tl.sum(tl.exp(scores - base), 0)
+    return largest, tl.log(total)
