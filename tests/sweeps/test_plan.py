@@ -152,6 +152,18 @@ def test_a_value_that_is_not_returned_fails_the_trial_by_name() -> None:
     assert not any(each.reason for each in pruned)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", (1.0,), 10**400, {"value": [1.0], "size": 1.0}])
+def test_a_value_that_is_no_finite_number_fails_the_trial_by_name(value: Any) -> None:
+    """The others go on. Fails when: _is_number in functions.py lets an error of math.isfinite pass, or _call compares with `values`."""
+    trials = tk.sweep(lambda settings: value if settings["x"] == 1 else 2.0, {"x": [1, 2]}, strategy="grid", trials=2)
+    good, bad = (trial.outcome for trial in trials)
+    assert good is not None
+    assert bad is not None
+    assert good.values == {"value": 2.0}
+    assert bad.reason.startswith("value is ")
+    assert "value" not in bad.values
+
+
 def address(*words: str, search: list[str] = RATE) -> str:
     config_class = config_class_of_file(Path(RECIPE))
     plan = dataclasses.replace(Plan(RECIPE, "digest", [], search, "random", 0, 1, []))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,7 @@ class FunctionTrial:
         Raises:
             Pruned: it is worse than others were at that step.
         """
-        if math.isfinite(value):
+        if _is_number(value):
             self.curve.append((step, float(value)))
         if self.prune and self.prune(self.curve) is not None:
             raise Pruned
@@ -66,7 +67,7 @@ def sweep(
 
     Args:
         function: `function(settings)` or `function(settings, trial)` returns the value of a trial, or several by name. What it
-            raises fails the trial, and not the sweep.
+            raises fails the trial, and not the sweep; so does a value that is no finite number.
         space: for each setting what --search takes, such as "log:1e-5..1e-3" or "int:4..64", or a list of choices.
         strategy: one of random, grid, quasirandom, tpe, gp, cmaes.
         maximize: whether more is better; of several values by name, of which each is then an objective.
@@ -188,11 +189,20 @@ def _call(function: Callable[..., Any], trial: FunctionTrial, plan: Plan) -> Out
         reason = f"{type(error).__name__}: {error}"
     first = plan.objectives[0].metric
     values = returned if isinstance(returned, Mapping) else {} if returned is None else {first: returned}
-    finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-    if not reason and not pruned and (missing := [name for name in metrics_of(plan) if name not in values]):
-        reason = f"returned no {missing[0]}"
+    finite = {name: float(value) for name, value in values.items() if _is_number(value)}
+    if not reason and not pruned and (missing := [name for name in metrics_of(plan) if name not in finite]):
+        found = f"{missing[0]} is {reprlib.repr(values[missing[0]])}, no finite number" if missing[0] in values else ""
+        reason = found or f"returned no {missing[0]}"
     step = trial.curve[-1][0] if trial.curve else trial.until or 0
     return Outcome(finite, reason, 1 if reason else 0, time.monotonic() - began, step, pruned, trial.curve)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number, also one of numpy or torch."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):  # a text, several numbers, an integer beyond a float
+        return False
 
 
 @dataclass
