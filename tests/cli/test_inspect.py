@@ -165,12 +165,12 @@ def test_supervised_text_is_marked_and_colored_on_a_terminal_alone(tmp_path: Pat
 
 
 def test_all_lines_that_are_no_json_are_named(tmp_path: Path) -> None:
-    """Fails when: the reader's first refusal is all that is shown."""
+    """Fails when: the reader's first refusal is all that is shown, or that of a row without columns is cut behind its `{"text":`."""
     rows: list[Any] = [chat(number) for number in range(9)]
     rows[3], rows[7] = '{"messages": ', "[1, 2]"
     code, output = inspect(write(tmp_path / "broken.jsonl", rows))
     assert code == 1
-    assert re.findall(r"broken\.jsonl:(\d+)", output) == ["4", "8"]
+    assert re.findall(r"broken\.jsonl:(\d+)$", output, re.M) == ["4", "8"]
     assert "2 problems, in 2 rows" in output
 
 
@@ -234,6 +234,31 @@ def test_a_whole_split_can_be_the_problem(tmp_path: Path) -> None:
     code, output = inspect(path, "--eval-fraction", "0", "--max-length", "16")
     assert code == 1
     assert "train: Nothing is left" in output
+
+
+NOTHING_TO_COMPARE: list[tuple[dict[str, Any], str, str]] = [
+    ({"query": "a", "documents": ["b", "c"], "labels": [1, 1]}, "--ranking-loss", "bce"),
+    ({"sentence1": "a", "sentence2": "b", "score": 0.5}, "--embedding-loss", "cosine"),
+]
+
+
+@pytest.mark.parametrize(("row", "flag", "loss"), NOTHING_TO_COMPARE)
+def test_a_split_in_which_nothing_can_be_compared_is_a_problem(row: dict[str, Any], flag: str, loss: str, tmp_path: Path) -> None:
+    """As it is to training. Fails when: inspect_splits doesn't call check_compared, or the flag is taken out of inspect."""
+    path = write(tmp_path / "rows.jsonl", [row] * 4)
+    code, output = inspect(path, "--eval-fraction", "0", "--examples", "0")
+    assert code == 1
+    assert f"{flag} {loss}" in output
+    code, output = inspect(path, "--eval-fraction", "0", "--examples", "0", flag, loss)
+    assert code == 0, output
+    one = row | ({"score": 0.25} if "score" in row else {"labels": [1, 0]})
+    assert inspect(write(tmp_path / "two.jsonl", [row, one]), "--eval-fraction", "0", "--examples", "0")[0] == 0
+
+
+def test_labels_that_the_recipe_of_rerankers_takes_are_no_problem(tmp_path: Path) -> None:
+    """Fails when: the loss that inspect supposes is not that of recipes/reranker.py."""
+    path = write(tmp_path / "rows.jsonl", [{"query": "a", "documents": ["b", "c"], "labels": [300, 2]}] * 4)
+    assert inspect(path, "--eval-fraction", "0", "--examples", "0")[0] == 0
 
 
 def test_a_recipes_yaml_says_what_is_inspected(tmp_path: Path) -> None:
@@ -324,17 +349,17 @@ def test_a_run_in_place_of_data_is_refused_with_what_to_type(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("row", "flag", "value"),
+    ("row", "good", "flag", "value"),
     [
-        ({"sentence1": "a", "sentence2": "b", "score": 4.5}, "--score-scale", "5"),
-        ({"query": "a", "documents": ["b", "c"], "labels": [300, 2]}, "--ranking-loss", "ranknet"),
-        ({"tokens": ["Ada", "ran"], "tags": ["B-PER", "X"]}, "--tag-scheme", "plain"),
+        ({"sentence1": "a", "sentence2": "b", "score": 4.5}, {"score": 0.5}, "--score-scale", "5"),
+        ({"tokens": ["Ada", "ran"], "tags": ["B-PER", "X"]}, {"tags": ["B-PER", "O"]}, "--tag-scheme", "plain"),
     ],
 )  # fmt: skip
-def test_the_flag_that_a_problem_names_can_be_typed(row: dict[str, Any], flag: str, value: str, tmp_path: Path) -> None:
+def test_the_flag_that_a_problem_names_can_be_typed(
+    row: dict[str, Any], good: dict[str, Any], flag: str, value: str, tmp_path: Path,
+) -> None:  # fmt: skip
     """Fails when: the flag's option is taken out of inspect."""
-    good = row | {"tags": ["B-PER", "O"]} if "tags" in row else row
-    path = write(tmp_path / "rows.jsonl", [good, row] * 4)
+    path = write(tmp_path / "rows.jsonl", [row | good, row] * 4)
     code, output = inspect(path, "--eval-fraction", "0", "--examples", "0")
     assert code in (1, 2)
     assert flag in output

@@ -46,12 +46,14 @@ class _Config(
 ):  # fmt: skip
     """What is read of a recipe's settings."""
 
+    ranking_loss: str = "ranknet"  # as recipes/reranker.py
+
 
 @with_settings(
     f"model {OF_MODEL} max_length overlong max_prompt_length packing packing_strategy per_device_train_batch_size "
     "completion_only_loss assistant_only_loss problem_type max_target_length source_prefix source_lang target_lang doc_stride "
-    "tag_scheme ranking_loss score_scale rename_columns sample_by train_split eval_split eval_fraction streaming "
-    "max_train_examples max_eval_examples",
+    "tag_scheme ranking_loss embedding_loss score_scale rename_columns sample_by train_split eval_split eval_fraction "
+    "streaming max_train_examples max_eval_examples",
     _Config,
 )
 def inspect(

@@ -16,14 +16,14 @@ from toolkit.config import DataConfig, Refusal
 from toolkit.data.loading.packing import Packing, pack_best_fit, pack_wrapped
 from toolkit.data.report import DataReport, Piece
 from toolkit.data.split_counts import Measures, NeedsBothKinds, SplitCounts, row_hashes
-from toolkit.data.tokenize.columns import Plan, label_column, likely_renames
+from toolkit.data.tokenize.columns import Batch, Plan, label_column, likely_renames
 from toolkit.data.tokenize.documents import Documents
 from toolkit.data.tokenize.labels import missing_label
 from toolkit.data.tokenize.multiple_choice import is_multiple_choice
 from toolkit.data.tokenize.preferences import ANSWER_LISTS
 from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, Reader, build_reader
 from toolkit.data.tokenize.seq2seq import PAIRS, TRANSLATION
-from toolkit.data.tokenize.tasks import FORMATS, example_of, plan_splits
+from toolkit.data.tokenize.tasks import COMPARED, FORMATS, check_compared, example_of, plan_splits
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -133,7 +133,7 @@ def inspect_splits(
         raise Refusal("\n".join([str(refusal), *(f"{problem.origin}: {problem.what}" for problem in problems)])) from refusal
     is_stream = not all(isinstance(given[name], Dataset) for name in plans)
     counts, whole, kept = list[SplitCounts](), dict[str, np.ndarray](), dict[str, np.ndarray]()
-    train_rows, candidates = None, list[Documents]()
+    train_rows, candidates, compared = None, list[Documents](), list[Batch]()
     for name in sorted(plans, key=lambda name: name != "train"):
         plan = plans[name]
         reader = build_reader(form, name, plan, tokenizer, config)
@@ -142,6 +142,8 @@ def inspect_splits(
             for documents, part in _read_around(reader, batch, at, problems):
                 measures.append(part)
                 lengths.append(documents.lengths)
+                if name == "train":
+                    compared.append({column: values for column, values in documents.columns.items() if column in COMPARED})
                 if name == next(iter(plans)) and len(documents):
                     candidates.append(documents.take(np.unique(np.linspace(0, len(documents) - 1, num_examples).astype(int))))
         whole[name] = np.concatenate([np.zeros(0, dtype=np.int64), *(part.whole for part in measures)])
@@ -158,6 +160,11 @@ def inspect_splits(
             problems.append(Problem(name, "", str(refusal)))
         if name == "train":
             train_rows = row_hashes(measures)
+    if not is_stream and not problems:
+        try:
+            check_compared(task, compared, config)
+        except Refusal as refusal:
+            problems.append(Problem("train", "", str(refusal)))
     first = next(iter(plans.values()))
     report = DataReport(
         form.describe(first, tokenizer), form.longest(config), form.overlong or config.overlong, counts, notes,

@@ -210,7 +210,7 @@ BROKEN = {
     "latin.csv": (b"text\na\n\xe9\n", "data/latin.csv:3: not UTF-8"),
     "latin.txt": (b"a\n\xe9\n", "data/latin.txt:2: not UTF-8"),
     "wide.txt": ("text".encode("utf-16"), "data/wide.txt is UTF-16"),
-    "list.jsonl": (b'{"text": "a"}\n["b"]\n', "data/list.jsonl:2 is a list"),
+    "list.jsonl": (b'{"text": "a"}\n["b"]\n', "data/list.jsonl:2: is a list"),
     "list.json": (b'[{"text": "a"}, "b"]', "data/list.json: row 2 is a string"),
     "wrapped.json": (b'{"version": 1,\n"data": [{"text": "a"}]}', "one object.*|is an object.*under 'data'"),
     "ragged.csv": (b'text,label\n"a\nb",1\nc,2,3\n', "data/ragged.csv:4: 3 fields, .*header .*2"),

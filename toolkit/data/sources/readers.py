@@ -98,7 +98,7 @@ def _read_jsonl(path: str, place: Place | None = None) -> Iterator[tuple[int, Ro
 
 def read_json_line(line: str, where: str) -> Row:
     """The row of a line that isn't blank; refused where it is no JSON object."""
-    return _an_object(parse_json(line.strip(), where), where)
+    return _an_object(parse_json(line.strip(), where), f"{where}:")
 
 
 def unreadable_lines(path: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from toolkit.data.loading.columns import check_splits
 from toolkit.data.report import DataReport, Piece
 from toolkit.data.tokenize.answers import unpaired_format, weight_notes
 from toolkit.data.tokenize.classification import classification_format
-from toolkit.data.tokenize.columns import Plan, columns_of, is_wrapped
+from toolkit.data.tokenize.columns import Batch, Plan, columns_of, is_wrapped
 from toolkit.data.tokenize.diffusion import diffusion_format
 from toolkit.data.tokenize.format import Format, Splits
 from toolkit.data.tokenize.language import language_format
@@ -20,7 +20,7 @@ from toolkit.data.tokenize.masked_lm import masked_lm_format
 from toolkit.data.tokenize.multiple_choice import multiple_choice_format
 from toolkit.data.tokenize.pairs import preference_format
 from toolkit.data.tokenize.preferences import PAIR
-from toolkit.data.tokenize.prepare import STREAM_ROWS, tokenize_splits, tokenize_streams
+from toolkit.data.tokenize.prepare import BATCH_ROWS, STREAM_ROWS, tokenize_splits, tokenize_streams
 from toolkit.data.tokenize.prompts import prompt_format
 from toolkit.data.tokenize.question_answering import question_answering_format
 from toolkit.data.tokenize.ranking import ranking_format
@@ -32,6 +32,7 @@ from toolkit.data.tokenize.vocabulary import TOKENIZED_WITH
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+COMPARED = {"score", "text_keys", "comparisons"}  # what check_compared reads
 PLAIN_PROMPTS = ("prompt_completion", "text_pairs", "text_lists", "text_answers", "text_prompt")
 
 
@@ -175,14 +176,7 @@ def tokenize_for_ranking(splits: Splits, tokenizer: PreTrainedTokenizerBase, con
     Raises:
         Refusal: data that training must not start with, naming the row.
     """
-    tokenized = prepare(ranking_format(config), splits, tokenizer, config)
-    loss = config.ranking_loss if isinstance(config, RankingConfig) else "bce"
-    if loss != "bce" and hasattr(tokenized["train"], "__len__") and not any(tokenized["train"]["comparisons"]):
-        raise Refusal(
-            f"--ranking-loss {loss} compares the documents of a query, and in the train split no query has two with different "
-            "labels. Add documents to the queries, or take --ranking-loss bce."
-        )
-    return tokenized
+    return _compared("ranking", prepare(ranking_format(config), splits, tokenizer, config), config)
 
 
 def tokenize_for_embedding(
@@ -207,9 +201,26 @@ def tokenize_for_embedding(
         Refusal: data that training must not start with, naming the row.
     """
     tokenized = prepare(text_group_format(query_prompt, document_prompt, score_scale), splits, tokenizer, config)
-    if isinstance(config, EmbeddingConfig) and hasattr(tokenized["train"], "__len__"):
-        check_comparable(tokenized["train"], config.embedding_loss)
+    return _compared("embedding", tokenized, config)
+
+
+def _compared(task: str, tokenized: Tokenized, config: DataConfig) -> Tokenized:
+    train = tokenized["train"]
+    if hasattr(train, "__len__"):
+        check_compared(task, train.select_columns([*COMPARED & {*train.column_names}]).iter(BATCH_ROWS), config)
     return tokenized
+
+
+def check_compared(task: str, train: Iterable[Batch], config: DataConfig) -> None:
+    """Refuse a train split in which a loss of rankings or embeddings finds nothing to compare. `train`: columns of COMPARED."""
+    if task == "embedding" and isinstance(config, EmbeddingConfig):
+        check_comparable(train, config.embedding_loss)
+    loss = config.ranking_loss if task == "ranking" and isinstance(config, RankingConfig) else "bce"
+    if loss != "bce" and not any(any(batch["comparisons"]) for batch in train):
+        raise Refusal(
+            f"--ranking-loss {loss} compares the documents of a query, and in the train split no query has two with different "
+            "labels. Add documents to the queries, or take --ranking-loss bce."
+        )
 
 
 def tokenize_for_masked_lm(splits: Splits, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tokenized:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from toolkit.data.tokenize.format import Format, Splits
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 SCORED, GROUPED = "scored", "grouped"
@@ -134,16 +133,19 @@ class TextGroups:
         return value / self.score_scale
 
 
-def check_comparable(train: Dataset, loss_type: str) -> None:
+def check_comparable(train: Iterable[Batch], loss_type: str) -> None:
     """Refuse texts or scores that are all alike: a loss that compares them is 0 and teaches nothing."""
     if loss_type == "cosine":
         return
-    if "score" in train.column_names:
-        if len({*train["score"]}) < 2:
-            raise Refusal("All scores of the train split are equal, and cosent compares them. Take --embedding-loss cosine.")
-        return
-    first = train[0]["text_keys"]
-    if all(len(keys) == 2 and keys[1] == first[1] for batch in train.iter(1_000) for keys in batch["text_keys"]):
+    found = set[Any]()
+    for batch in train:
+        found.update(batch["score"] if "score" in batch else (tuple(keys[1:]) for keys in batch["text_keys"]))
+        if len(found) > 1:
+            return
+    (only,) = found
+    if isinstance(only, float):
+        raise Refusal("All scores of the train split are equal, and cosent compares them. Take --embedding-loss cosine.")
+    if len(only) == 1:
         raise Refusal(
             "The train split has one positive text and no negatives: a contrastive loss compares each anchor's positive with "
             "other texts. Add rows with other positives, or a column negatives."
