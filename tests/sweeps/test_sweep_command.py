@@ -246,6 +246,18 @@ def test_a_sweep_is_continued_to_more_trials_up_to_all_combinations(recipe: Path
     assert sorted(job.settings["rate"] for job in jobs_of(tmp_path / "s")) == ["0", "0.2", "1"]
 
 
+def test_data_that_changed_between_trials_are_warned_of(recipe: Path, tmp_path: Path) -> None:
+    """Also by `continue`; once, and not where nothing but --parallel changed. Fails when: _run in cli/sweep.py compares no addresses."""
+    recipe.write_text(RECIPE.replace("    kind: str", '    data: str = setting("", "A file.")\n    kind: str'))
+    (tmp_path / "rows.jsonl").write_text("1")
+    words = [recipe, "--search", "rate=float:0..1", "--data", "rows.jsonl", "--sweep-dir", "sweep", "--trials"]
+    assert "WARNING" not in sweep(*words, "1", cwd=tmp_path).stderr
+    assert "WARNING" not in sweep(*words, "2", "--parallel", "2", cwd=tmp_path).stderr
+    (tmp_path / "rows.jsonl").write_text("12")
+    assert "WARNING: the data" in sweep("continue", "sweep", "--trials", "3", cwd=tmp_path).stderr
+    assert "WARNING" not in sweep("continue", "sweep", "--trials", "4", cwd=tmp_path).stderr
+
+
 @pytest.mark.slow
 def test_equal_trials_of_another_sweep_are_not_trained_again(recipe: Path, tmp_path: Path) -> None:
     """The second sweep has one new point; then the recipe's code changes, and all are new.

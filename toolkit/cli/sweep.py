@@ -29,7 +29,7 @@ from toolkit.config.places import place_to_write, unwritable
 from toolkit.config.reading import values_of
 from toolkit.distributed.launch import signals_collected, threads_of_a_rank
 from toolkit.sweeps.addresses import address_of, found_elsewhere, recipe_digest
-from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, read_journal
+from toolkit.sweeps.journal import Job, Journal, Outcome, Plan, other_fields, read_journal
 from toolkit.sweeps.loop import Stopped, Sweep, run_sweep
 from toolkit.sweeps.outcomes import trial_folder
 from toolkit.sweeps.page import sweep_page
@@ -157,7 +157,7 @@ def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
     can_fork = sys.platform == "linux" and not plan.placement
     threads = {} if slots == 1 or os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads_of_a_rank(slots))}
 
-    def address(settings: Point) -> str:
+    def address(settings: Point, plan: Plan = plan) -> str:
         return address_of(read_command_line(config_class, [*plan.words, *flags_of(settings)], {}), plan)
 
     def elsewhere(address: str, until: int | None) -> Outcome | None:
@@ -165,6 +165,15 @@ def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
 
     state = Sweep(journal, plan, journal.liveness(), address, elsewhere, lambda trial, parent: fork_run(folder, trial, parent))
     live = Live(folder, plan, slots)
+    before, jobs = read_journal(journal)
+    host = state.liveness.me.partition("/")[0]
+    ours = [job for job in jobs if job.address and not job.parent and job.worker.partition("/")[0] == host]
+    if before and ours and not other_fields(before, plan) and address(ours[-1].settings, before) != ours[-1].address:
+        say(
+            "WARNING: the data (files by size and time), the toolkit, packages or OMP_NUM_THREADS have changed since the last "
+            "trial started: trials before and after may not compare. In another --sweep-dir all are trained alike.",
+            error=True,
+        )
 
     def ended(job: Job) -> None:
         live.say(trial_line(trials_of(state.jobs[: job.number + 1])[job.trial], plan))
