@@ -202,7 +202,8 @@ BROKEN = {
     "empty.json": (b"[]", "data/empty.json has no rows"),
     "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n', "data/cut.jsonl:3: .*JSON .*column 10"),
     "cut.json": (b'[{"text": "a"},\n{"text": "b"', "data/cut.json:2: is not JSON"),
-    "cut.csv": (b'text,label\na,1\n"b,2\n', "data/cut.csv:3: not valid CSV"),
+    "cut.csv": (b'text,label\na,1\n"b,2\n', r"data/cut.csv:3: not valid CSV \(unexpected end of data\)\.$"),
+    "quote.csv": (b'text,label\n"a\nb",1\n"c,2\nd,3\ne,4\n', "data/quote.csv:6: not valid CSV .*begins in line 4"),
     "cut.parquet": (b"PAR1....", "data/cut.parquet can't be read"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-20], "data/cut.jsonl.gz is damaged"),
     "bit.jsonl.gz": (b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, "data/bit.jsonl.gz is damaged"),  # no valid block of deflate
@@ -227,7 +228,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_read_is_refused_with_file_and_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
-    """Fails when: the parser's own error is let through, or the cache's folder is made before it is filled."""
+    """Fails when: the parser's own error is let through, a CSV names its last line alone, or the cache's folder is made before it is filled."""
     content, said = BROKEN[name]
     with pytest.raises(Refusal, match=said):
         load(write(f"data/{name}", content))

@@ -144,10 +144,12 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
     else:
         separator = next((each for each in "\t;|" if each in first and "," not in first), ",")
     reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
+    begins = 1
     try:
         header = [name.strip() or f"column_{place}" for place, name in enumerate(next(reader, []), 1)]
         if twice := first_double(header):
             raise Refusal(f"{path}:1: the column {quoted(twice)} is twice in the header.")
+        begins = reader.line_num + 1
         for fields in reader:
             if fields and len(fields) != len(header):
                 raise Refusal(
@@ -156,8 +158,10 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
                 )
             if fields:
                 yield reader.line_num, dict(zip(header, fields, strict=True))
+            begins = reader.line_num + 1
     except csv.Error as error:
-        raise Refusal(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
+        row = f" in the row that begins in line {begins}: a double quote in it has no other" if begins < reader.line_num else ""
+        raise Refusal(f"{path}:{reader.line_num}: not valid CSV ({error}){row}.") from None
 
 
 def _read_txt(path: str, place: Place | None = None) -> Iterator[tuple[int, Row]]:
