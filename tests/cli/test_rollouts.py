@@ -66,6 +66,14 @@ def test_completions_are_scored_again(run: Path, monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_a_function_may_have_another_time_than_in_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when: the flag is taken out of rollouts."""
+    monkeypatch.setattr("toolkit.models.tokenizer.load_tokenizer", lambda config: None)
+    (tmp_path / "slow.py").write_text("import time\n\n\ndef slow(completions):\n    time.sleep(60)\n")
+    lines = said(run, "--reward-funcs", tmp_path / "slow.py:slow", "--reward-timeout", 0.2, "--step", 1)
+    assert "0.2 seconds" in lines[0]
+
+
 def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path) -> None:
     """Fails when: its turns are one text, or the tokens that the policy did not write can't be told from its own in the JSON."""
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)

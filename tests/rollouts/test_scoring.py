@@ -16,6 +16,7 @@ import pytest
 from tests.rollouts.rollouts_of import rollouts_of
 from toolkit.config import Refusal
 from toolkit.config.rollouts import RewardFunctionsConfig
+from toolkit.data.sources import find_files
 from toolkit.rollouts.rewards import Reward, load_rewards
 from toolkit.rollouts.rollout import Rollout
 from toolkit.rollouts.scoring import score_rollouts
@@ -194,9 +195,11 @@ IN_PROCESS = ("raises_for_four", "nan", "endless", "words", "leaves", "hangs_lat
 
 @pytest.mark.parametrize(("name", "processes"), [*((name, 1) for name in FAULTS), *((name, 0) for name in IN_PROCESS)])
 def test_a_fault_ends_with_function_row_and_completion_or_is_skipped_and_counted(
-    scored: Callable[..., list[Rollout]], name: str, processes: int
+    scored: Callable[..., list[Rollout]], name: str, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails when: `_one_by_one` is not tried (raises_for_four), `math.isfinite` is not asked (nan), or `_drop` is left out (hangs)."""
+    """Fails when: `_one_by_one` is not tried (raises_for_four), `math.isfinite` is not asked (nan), `_drop` is left out (hangs), or the row
+    that a skipped completion is of has another path than the one that was given."""
+    monkeypatch.setitem(find_files._GIVEN, "made.jsonl", "given/made.jsonl")
     settings, place, problem, skipped = FAULTS[name]
     with pytest.raises(Refusal) as refused:
         scored(name, reward_processes=processes, **settings)
@@ -206,7 +209,7 @@ def test_a_fault_ends_with_function_row_and_completion_or_is_skipped_and_counted
     said: list[str] = []
     found = scored(name, reward_processes=processes, on_error="skip", said=said, **settings)
     assert [number for number, each in enumerate(found) if each.rewards[name] is None] == skipped
-    assert sum(f"skipped {len(skipped)} of 6" in line and name in line for line in said) == 1
+    assert sum(f"skipped {len(skipped)} of 6" in line and f"of given/made.jsonl:1, '{completion}'" in line for line in said) == 1
     assert [number for number, each in enumerate(found) if math.isnan(each.reward)] == skipped
 
 

@@ -36,7 +36,7 @@ class _Config(ModelConfig, RewardFunctionsConfig):
 
 
 @with_settings(
-    "reward_funcs reward_weights answer_column reward_pattern reward_length",
+    "reward_funcs reward_weights answer_column reward_pattern reward_length reward_timeout",
     _Config,
     reward_funcs="Score the completions again, with these rewards. Nothing is written.",
 )

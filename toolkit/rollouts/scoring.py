@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import Refusal
+from toolkit.data.sources.find_files import with_given_paths
 from toolkit.distributed.ranks import from_all, say_once
 from toolkit.rollouts.reward_calls import LARGEST, Call, Outcome
 from toolkit.rollouts.rollout import ENVIRONMENT, Rollout, groups_of
@@ -159,7 +160,7 @@ def _collect(
                 f"reward {reward.name}: {problems[first]}\n{_named(rollouts[first])}\n"
                 "Mend the function, or go on without such values: --on-reward-error skip"
             )
-        where = rollouts[first].row.get("origin", f"prompt {rollouts[first].prompt}")
+        where = with_given_paths(rollouts[first].row.get("origin", f"prompt {rollouts[first].prompt}"))
         completion = quoted(one_line(rollouts[first].completion, 80))
         say(
             f"WARNING: reward {reward.name}: skipped {len(problems)} of {len(rollouts)} completions; the first is number "
