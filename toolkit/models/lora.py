@@ -70,6 +70,10 @@ def add_adapter(
             pass_on_inputs(adapted)
             note_loaded(adapted, known, initial_adapter=initial_adapter(adapted, config.init_lora_weights))
     take_fast_dropout(adapted)
+    if settled_kind() != "DEEPSPEED":  # which gathers a weight when the layer that it belongs to is called
+        from toolkit.models.adapted_linear import take_fast_updates
+
+        take_fast_updates(adapted)
     settings = adapted.peft_config["default"]
     half, takes_norms = HALVES.get(settled_precision() or "no"), getattr(settings, "use_dora", False)
     if half and not takes_norms and settled_kind() not in ("DEEPSPEED", "FSDP"):
