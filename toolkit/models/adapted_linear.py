@@ -37,7 +37,7 @@ class AdaptedLinear(Linear):
         if (dropout.training and type(dropout) is not nn.Identity) or any(each.requires_grad for each in base.parameters()):
             return None
         tensors = [x, *(each.weight for each in layers), *(each.bias for each in layers if each.bias is not None)]
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # which autocast leaves alone
             half = torch.get_autocast_dtype(x.device.type)
             tensors = [each.to(half) for each in tensors]
         if len({each.dtype for each in tensors}) > 1 or layers[2].bias is not None:
@@ -53,10 +53,13 @@ class _Adapted(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         low = rows @ a.t()
-        output = rows @ w.t() if bias is None else torch.addmm(bias, rows, w.t())
+        output = x.new_empty(*x.shape[:-1], len(w))  # not a view, which nobody may change in place
+        filled = output.view(-1, len(w))
+        torch.mm(rows, w.t(), out=filled) if bias is None else torch.addmm(bias, rows, w.t(), out=filled)
+        torch.addmm(filled, low, b.t(), alpha=scale, out=filled)
         ctx.save_for_backward(rows, w, a, b, low)
         ctx.scale, ctx.shape = scale, x.shape
-        return torch.addmm(output, low, b.t(), alpha=scale, out=output).view(*x.shape[:-1], -1)
+        return output
 
     @staticmethod
     @once_differentiable

@@ -121,7 +121,7 @@ class JournalFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / JOURNAL
-        self._offset, self._lines, self._is_clean = 0, 0, False
+        self._offset = self._lines = 0
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
