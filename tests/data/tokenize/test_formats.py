@@ -450,6 +450,7 @@ def test_a_test_split_with_withheld_labels_is_left_out_and_said(encoder_tokenize
 REFUSED_LABELS = {
     "missing": (["a", "b", None], {}, r"r:2: the label is missing"),
     "fraction": ([0.5, 1.5], {}, r"r:0: .*number 0\.5.*--problem-type regression"),
+    "whole number with a point": ([1.0, 0.0], {}, r"r:0: .*number 1\.0.* 1,.*--problem-type regression"),
     "list": ([["a"], ["b"]], {}, r"r:0: .*list of 1.*multi_label"),
     "text for a number": (["a", "b"], {"problem_type": "regression"}, r"r:0: .*'a'.*finite number"),
     "not a number": ([1.0, float("nan")], {"problem_type": "regression"}, r"r:1: .*finite number"),

@@ -41,7 +41,10 @@ class Classes:
                 )
             label = self.numbered[label]
         if label is None or isinstance(label, (list, float)):
-            types = {list: "For several classes: --problem-type multi_label", float: "For numbers: --problem-type regression"}
+            numbers = "For numbers: --problem-type regression"
+            if isinstance(label, float) and label.is_integer():  # as pandas writes whole ones next to an empty row
+                numbers = f"For classes write {label:.0f}, without a point. {numbers}"
+            types = {list: "For several classes: --problem-type multi_label", float: numbers}
             fix = types.get(type(label), "Correct or remove the row.")
             raise Refusal(f"{origin}: the label is {describe(label)}, and must be one class. {fix}")
         if str(label) not in self._places:
