@@ -327,13 +327,21 @@ def test_verify_resume_finds_an_average_of_weights_that_no_checkpoint_holds(tmp_
     assert re.search(r"identical\n  step-8: .*\n  model/: .*model.safetensors.*\n  metrics.jsonl: .*distance.*, of 8 steps", output), output
 
 
-def test_verify_resume_evaluates_where_a_flag_is_about_evaluations() -> None:
-    """As the flags of a run that the user has anyway. Fails when: a setting that is refused without evaluations is left out."""
+def test_verify_resume_evaluates_where_a_setting_is_about_evaluations(tmp_path: Path) -> None:
+    """As the flags and the file of a run that the user has anyway.
+
+    Fails when: a setting that is refused without evaluations is left out, or the file of --config isn't read.
+    """
     refused = {name for none in NO_EFFECT if "--eval-strategy no" in none.why for name in none.settings}
     assert {"max_eval_examples", "eval_on_start"} <= refused
     for name in {*refused, "load_best_model_at_end", "early_stopping_patience"}:
         assert "--eval-strategy" not in _with_defaults([flag_of(name), "8"]), name
     assert _with_defaults(["--max-steps", "3"])[-2:] == ["--eval-strategy", "no"]
+    for settings, evaluates in (("eval_steps: 20\nmax_steps: 900", True), ("learning_rate: 1", False)):
+        (tmp_path / "run.yaml").write_text(settings)
+        for typed in (["--config", str(tmp_path / "run.yaml")], [f"--config={tmp_path / 'run.yaml'}"]):
+            found = _with_defaults(typed)
+            assert ("--eval-strategy" not in found, "--max-steps" in found) == (evaluates, True)
 
 
 @pytest.mark.slow

@@ -20,9 +20,10 @@ import toolkit as tk
 from benchmarks.plan import command_of
 from toolkit.cli.main import app
 from toolkit.cli.plan import _measured
+from toolkit.command_line.reading import read_command_line
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.command_line.recipe_file import without_flags
-from toolkit.config import BatchConfig, Refusal
+from toolkit.config import BatchConfig, Refusal, check_together
 from toolkit.config.setting import settings_of
 from toolkit.diagnostics.devices import CONTEXT, GIB, Device, find_device
 from toolkit.diagnostics.documents import first_and_last
@@ -608,9 +609,29 @@ def test_steps_that_are_taken_to_be_timed_are_counted(tmp_path: Path, capsys: py
         "for step, time in enumerate((9, 11, 15, 18), 1):\n"
         "    print(f'step {step}/4', flush=True)\n    print('{\"loss\": 1, \"time\": %d}' % time, file=out)\n"
     )
-    assert _measured(str(tmp_path / "steps.py"), [], 2) == 3.5
+    assert _measured(str(tmp_path / "steps.py"), [], 2, evaluates=True) == 3.5
     shown = capsys.readouterr()
     assert (re.findall(r"(\d) of 4 steps", shown.err), shown.out) == (["1", "2", "3", "4"], "")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["eval_strategy: steps\neval_steps: 20\nsave_strategy: steps\nsave_steps: 10\nload_best_model_at_end: true", "eval_strategy: 'no'"],
+)
+def test_steps_are_timed_with_any_evaluations_in_the_config_file(settings: str, tmp_path: Path) -> None:
+    """Fails when: `_measured` turns evaluations or checkpoints off, against a setting about them, or asks for some where there are none."""
+    (tmp_path / "run.yaml").write_text(settings)
+    (tmp_path / "typed.py").write_text(
+        "import json, sys\nout = open(sys.argv[sys.argv.index('--output-dir') + 1] + '/metrics.jsonl', 'w')\n"
+        "for step in range(4):\n    print('{\"loss\": 1, \"time\": 1}', file=out)\n"
+        f"json.dump(sys.argv[1:], open({str(tmp_path / 'typed.json')!r}, 'w'))\n"
+    )
+    words = ["--config", str(tmp_path / "run.yaml")]
+    evaluates = read_command_line(OfAll, words, {}).eval_strategy != "no"
+    _measured(str(tmp_path / "typed.py"), words, 2, evaluates=evaluates)
+    config = read_command_line(OfAll, json.loads((tmp_path / "typed.json").read_text()), {})
+    check_together(config)
+    assert (config.eval_strategy != "no") is evaluates
 
 
 @pytest.mark.parametrize(

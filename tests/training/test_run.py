@@ -485,6 +485,19 @@ def test_a_metric_named_without_its_prefix_is_that_of_the_evaluations(tmp_path: 
     assert len(run.history("grad_norm")) == 3
 
 
+def test_numbers_of_numpy_are_logged_and_what_is_no_number_is_named(tmp_path: Path) -> None:
+    """As a metric of the user's returns them. Fails when: one of NumPy's types reaches JSON, or another value does."""
+    config = Config(output_dir=str(tmp_path / "run"), eval_strategy="steps", eval_steps=1, max_steps=1)
+    metrics = {"eval_loss": np.float32(0.5), "eval_count": np.int64(3), "eval_one": np.array([2.0])}
+    _, run = train(config, lambda run: run.log(metrics))
+    assert [run.history(name) for name in metrics] == [[0.5], [3], [2.0]]
+    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {name: logged[-1][name] for name in metrics} == metrics
+    for value in (np.zeros(2), "much", None):
+        with pytest.raises(TypeError, match=rf"eval_of_mine .*{type(value).__name__}"):
+            train(replace(config, overwrite_output_dir=True), lambda run, value=value: run.log({"eval_loss": 1.0, "eval_of_mine": value}))
+
+
 @pytest.mark.parametrize("first", ["eval_loss", "eval_second"])
 def test_metrics_that_are_logged_in_several_calls_at_one_step_are_one_evaluation(tmp_path: Path, first: str) -> None:
     """Fails when: the summary takes the last call of a step alone, or a call without the deciding metric is refused."""

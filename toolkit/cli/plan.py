@@ -56,6 +56,7 @@ def plan(
         raise typer.BadParameter("is given, so no steps are taken: remove --measure.", param_hint="--step-seconds")
     from toolkit.command_line.recipe import errors_refused, read_recipe
     from toolkit.config import Refusal
+    from toolkit.config.reading import values_of
     from toolkit.diagnostics.devices import find_device
 
     devices = [find_device(name) for name in values["device"] or ["this"]]  # before torch is imported: one may be misspelled
@@ -92,7 +93,9 @@ def plan(
     say("reading the data, and planning two steps ...", error=True)
     plans = [(each, make(config, each)) for each in devices]
     first = plans[0][1]
-    seconds = values["step_seconds"] or (_measured(script, words, values["measure"]) if values["measure"] else None)
+    seconds = values["step_seconds"]
+    if values["measure"]:
+        seconds = _measured(script, words, values["measure"], evaluates=values_of(config)["eval_strategy"] != "no")
     best = _largest(config, devices[0], make) if values["largest"] else None
     fits = needed(first, devices[0]) <= devices[0].memory
     if values["as_json"]:
@@ -200,7 +203,7 @@ def _show_time(steps: int, seconds: float, price: float | None) -> None:
     say(f"{steps:,} steps of {show_seconds(seconds)}: {show_seconds(steps * seconds)}{cost}; evaluating and saving come on top")
 
 
-def _measured(script: str, words: list[str], steps: int) -> float:
+def _measured(script: str, words: list[str], steps: int, *, evaluates: bool) -> float:
     """Seconds of a step here: the median of `steps` after the first two, or of those that a shorter run has."""
     import itertools
     import statistics
@@ -210,10 +213,14 @@ def _measured(script: str, words: list[str], steps: int) -> float:
     from toolkit.system.files import temporary_folder
     from toolkit.system.json_lines import read_lines
 
+    never = str(10**9)  # steps
     say(f"taking {steps + 2} steps here ...", error=True)
     with temporary_folder("plan") as folder:
         alone = ["--output-dir", str(folder), "--overwrite-output-dir", "--stop-at-step", str(steps + 2), "--report-to", "none"]
-        alone += ["--logging-strategy", "steps", "--logging-steps", "1", "--eval-strategy", "no", "--save-strategy", "no"]
+        # Where a strategy isn't "no" already, "no" would contradict settings that are about evaluations or checkpoints.
+        alone += ["--logging-strategy", "steps", "--logging-steps", "1", "--save-strategy", "steps", "--save-steps", never]
+        if evaluates:
+            alone += ["--eval-strategy", "steps", "--eval-steps", never, "--no-eval-on-start"]
         command = [sys.executable, script, *words, *alone]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
             assert run.stdout is not None

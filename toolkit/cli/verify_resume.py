@@ -2,6 +2,7 @@
 
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import typer
@@ -16,15 +17,15 @@ from toolkit.system.files import TEMPORARY, temporary_folder
 
 # Settings that are refused without evaluations.
 _OF_EVALUATION = (
-    "eval_on_start", "eval_delay", "eval_split", "max_eval_examples", "per_device_eval_batch_size", "num_samples", "metrics",
-    "sample_max_new_tokens", "sample_temperature", "load_best_model_at_end", "early_stopping_patience",
+    "eval_strategy", "eval_steps", "eval_on_start", "eval_delay", "eval_split", "max_eval_examples",
+    "per_device_eval_batch_size", "num_samples", "metrics", "sample_max_new_tokens", "sample_temperature",
+    "load_best_model_at_end", "early_stopping_patience",
 )  # fmt: skip
 # What makes a run short and its resume worth a look; left out where the user gives one of the names.
 _DEFAULTS = (
     (("max_steps", "num_train_epochs"), ["--max-steps", "8"]),
     (("save_strategy", "save_steps"), ["--save-strategy", "steps", "--save-steps", "2"]),
     (("logging_strategy", "logging_steps"), ["--logging-steps", "1"]),
-    (("eval_strategy", "eval_steps", *_OF_EVALUATION), ["--eval-strategy", "no"]),
 )
 _OURS = ("output_dir", "overwrite_output_dir", "resume", "resume_from")
 _POLL_SECONDS = 0.002
@@ -37,9 +38,10 @@ def verify_resume(
     """Run a recipe twice in temporary directories, once uninterrupted and once killed and resumed, and compare the bits.
 
     A few steps with a checkpoint every other one, unless the recipe's flags set others: --max-steps 8 --save-strategy
-    steps --save-steps 2 --logging-steps 1, and --eval-strategy no where no flag is about evaluations. SIGKILL comes after a
-    step in the middle. Compared are the final checkpoints and the model directories (every tensor bit for bit, every other
-    file), every logged metric, the samples and the summary; what was compared is printed.
+    steps --save-steps 2 --logging-steps 1, and --eval-strategy no where no flag and no line of --config is about
+    evaluations. SIGKILL comes after a step in the middle. Compared are the final checkpoints and the model directories
+    (every tensor bit for bit, every other file), every logged metric, the samples and the summary; what was compared is
+    printed.
 
     Ends with 0 when they are identical, with 1 when they differ; then the directories are kept.
     """
@@ -74,7 +76,14 @@ def _with_defaults(words: list[str]) -> list[str]:
         if name in given:
             raise typer.BadParameter("the runs are made from scratch in temporary directories.", param_hint=flag_of(name))
     defaults = [flag for names, flags in _DEFAULTS if not given.intersection(names) for flag in flags]
-    return [*words, *defaults]
+    written = {key for file in _config_files(words) for key in read_config_file(file)}
+    evaluates = not (given | written).isdisjoint(_OF_EVALUATION)
+    return [*words, *defaults, *([] if evaluates else ["--eval-strategy", "no"])]
+
+
+def _config_files(words: list[str]) -> list[str]:
+    typed = [(*word.partition("="), following) for word, following in pairwise([*words, ""])]
+    return [value if equals else following for flag, equals, value, following in typed if flag == "--config"]
 
 
 def _run(command: list[str], placement: Placement, log: Path) -> None:

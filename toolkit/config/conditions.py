@@ -129,10 +129,9 @@ USUAL_TAG_METRICS = ["accuracy", "precision", "recall", "f1", "f1_macro"]
 
 
 def never_measured(metric: str, metrics: list[str]) -> bool:
-    if not all(PLAIN_METRIC.fullmatch(name) for name in metrics):
-        return False
+    """Whether it is a built-in metric that isn't among these. One with another name may be logged by a copy of the recipe."""
     metric = re.sub(r"_class_.+$", "_per_class", metric.removeprefix("eval_"))
-    return metric not in ("loss", *metrics)
+    return metric not in metrics and all(PLAIN_METRIC.fullmatch(name) for name in (metric, *metrics))
 
 
 WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")

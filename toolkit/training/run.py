@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from toolkit import checkpoint as ckpt
@@ -320,7 +321,8 @@ class Run:
         if warnings and stops and self.config.divergence == "stop" and not self.stop.closed:
             raise Diverged(f"stopped after step {self.step}, because of --divergence stop: {warnings[0]}")
 
-    def _log_evaluation(self, metrics: Mapping[str, float]) -> None:
+    def _log_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        metrics = {name: _as_number(name, value) for name, value in metrics.items()}
         name, config, state = self.config.metric_for_best_model, self.config, self.state
         name = name if name in metrics else f"eval_{name}"
         if name not in metrics:  # metrics of one step may be logged in several calls: `check_decided` comes at its end
@@ -343,3 +345,11 @@ class Run:
         self.events.append({**where, **metrics})
         self.state.events = len(self.events)
         self.records.add_metrics(where, metrics)
+
+
+def _as_number(name: str, value: Any) -> float:
+    """As JSON has it: NumPy's numbers, which a metric of the user's may return, become Python's."""
+    number = value.item() if isinstance(value, (np.generic, np.ndarray)) and value.size == 1 else value
+    if not isinstance(number, (int, float)):
+        raise TypeError(f"run.log: {name} is no number, but {type(value).__name__}: log each number by a name of its own")
+    return number
