@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import toolkit as tk
+from toolkit.command_line.reading import read_command_line
 from toolkit.config import (
     DevicesConfig,
     Refusal,
@@ -624,6 +625,21 @@ def test_a_setting_of_other_recipes_is_named_as_such() -> None:
     assert groups - in_every - within_run == set(unknown_keys.RECIPES_WITH)
     for group, recipe in unknown_keys.RECIPES_WITH.items():
         assert issubclass(runpy.run_path(str(recipes / f"{recipe}.py"))["Config"], getattr(toolkit.config, group))
+
+
+def test_a_longer_name_of_this_recipe_comes_before_a_setting_of_others_and_of_those_every_group_is_named() -> None:
+    """Fails when: sft's user is sent to embedding for a temperature, or one group is named where several have the setting."""
+
+    @dataclass(frozen=True)
+    class Sampling(tk.SampleConfig):
+        pass
+
+    with pytest.raises(Refusal, match=r"Did you mean sample_temperature\?"):
+        Sampling(temperature=0.0)
+    with pytest.raises(Refusal, match=r"Did you mean --sample-temperature\?"):
+        read_command_line(Sampling, ["--temperature", "0"], {})
+    with pytest.raises(Refusal, match=r"tk\.ClassificationConfig, tk\.AnswerConfig"):
+        Sampling(metrics=["bleu"])
 
 
 def test_max_steps_beside_epochs_is_allowed() -> None:

@@ -18,7 +18,7 @@ from toolkit.cli.main import app
 from toolkit.command_line.recipe import config_class_of_file
 from toolkit.config import Refusal
 from toolkit.diagnostics.checks_of_data import check_padding, check_tokens
-from toolkit.diagnostics.checks_of_ends import check_stops
+from toolkit.diagnostics.checks_of_ends import check_ends, check_stops
 from toolkit.diagnostics.checks_of_gradients import check_alone, check_split
 from toolkit.diagnostics.checks_of_labels import check_masks
 from toolkit.diagnostics.checks_of_runs import check_evaluation, check_overfit
@@ -261,6 +261,19 @@ def test_labels_are_in_their_places_where_a_collate_function_puts_a_token_before
     made = MadeBatch({"input_ids": ids, "labels": torch.tensor([[-100, -100, 1, 1, -100]])}, documents, tk.collate_padded, kind="train")
     record = Record(task="token_classification", made_batches={0: made})
     assert bool(check_masks(record, tk.ModelConfig()).findings) is accused
+
+
+@pytest.mark.parametrize(("before", "is_learned"), [(0, False), (0, True), (4, True)])
+def test_ends_are_learned_behind_padding_on_the_left(before: int, is_learned: bool) -> None:
+    """Fails when: the labels of a row that isn't at its beginning are read there."""
+    tokenizer = tk.load_tokenizer(tk.ModelConfig())
+    end = tokenizer.eos_token_id
+    documents = [{"input_ids": np.array([5, 6, 7, end]), "labels": np.array([-100, 6, 7, end])}]
+    ids = torch.tensor([[1] * before + [5, 6, 7, end]])
+    labels = torch.tensor([[-100] * before + [-100, 6, 7, end if is_learned else -100]])
+    made = MadeBatch({"input_ids": ids, "labels": labels}, documents, tk.collate_padded, kind="train")
+    record = Record(task="sft", tokenizer=tokenizer, made_batches={0: made})
+    assert bool(check_ends(record, tk.ModelConfig()).findings) is not is_learned
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toolkit.config import SampleConfig
+from toolkit.config import Refusal, SampleConfig
 from toolkit.export.model_directory import write_model
 from toolkit.generation.samples import sample_prompts, sample_texts, trim_for_display
 from toolkit.losses.selective_head import head_comes_last
@@ -82,6 +82,17 @@ def test_greedy_samples_are_those_of_one_whole_forward_a_token(model, tokenizer,
     assert texts(samples) == expected
     assert [sample["prompt"] for sample in samples] == [prompt["prompt"] for prompt in PROMPTS]
     assert [sample.get("reference") for sample in samples] == [None, None, " way."]
+
+
+def test_plain_texts_are_prompts_and_rows_alone_are_no_splits(model, tokenizer, accelerator):
+    """Fails when: a text is asked for its "prompt", or no prompts are made of what isn't splits, without a word."""
+    plain = [prompt["prompt"] for prompt in PROMPTS]
+    assert texts(sample_texts(accelerator, model, tokenizer, plain, GREEDY)) == texts(
+        sample_texts(accelerator, model, tokenizer, PROMPTS, GREEDY)
+    )
+    with pytest.raises(Refusal, match=r"Dataset\.from_list") as refused:
+        sample_prompts({"train": plain}, tokenizer, GREEDY)
+    assert "dict of list" in str(refused.value)
 
 
 @pytest.mark.parametrize("whose", ["tokenizer", "model"])

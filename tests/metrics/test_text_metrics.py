@@ -70,14 +70,15 @@ def test_metrics_of_texts_are_those_of_sacrebleu_and_rouge_score(examples: int, 
 
 
 def test_a_function_of_the_users_sees_texts_without_the_white_space_around_them() -> None:
-    """Fails when: texts are compared as they were decoded; a function gets references in the place of predictions."""
+    """Fails when: texts are compared as they were decoded; a function gets references in the place of predictions; a name alone is
+    taken apart."""
     seen: list[Any] = []
 
     def longer(predictions: list[str], references: list[str]) -> dict[str, float]:
         seen.append((predictions, references))
         return {"longer": float(np.mean([len(a) > len(b) for a, b in zip(predictions, references, strict=True)]))}
 
-    values = compare_texts(choose_text_metrics(["exact_match", longer]), [" a b", "cc"], ["a b\n", "c"])
+    values = compare_texts(choose_text_metrics("exact_match") | choose_text_metrics([longer]), [" a b", "cc"], ["a b\n", "c"])
     assert values == {"exact_match": 0.5, "longer": 0.5}
     assert seen == [(["a b", "cc"], ["a b", "c"])]
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.config import DataConfig, ModelConfig, Refusal
 from toolkit.models.load import load_model
 from toolkit.models.shapes import built_in_config, check_context
+from toolkit.models.tokenizer import load_tokenizer
 
 CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 300}
@@ -58,6 +59,20 @@ def saved(tmp_path, config=None, auto=CAUSAL, **head):
 
 
 # -------------------------------------------------------------------------------------------------------------- built-in shapes
+
+
+def test_a_model_and_its_tokenizer_are_loaded_by_a_name_alone() -> None:
+    """As `load_splits` reads a data set. Fails when: either takes settings alone."""
+    tokenizer = load_tokenizer("tiny-llama")
+    assert tokenizer.vocab_size == load_tokenizer(ModelConfig(model="tiny-llama")).vocab_size
+    assert load_model("AutoModelForCausalLM", "tiny-llama", tokenizer).config.vocab_size == len(tokenizer)
+
+
+@pytest.mark.parametrize("auto_class", ["tiny-llama", transformers.AutoModelForCausalLM])
+def test_another_thing_than_the_name_of_a_class_is_refused(auto_class) -> None:
+    """Fails when: transformers is asked for any attribute."""
+    with pytest.raises(Refusal, match=r"auto_class.*AutoModelForCausalLM"):
+        load_model(auto_class, ModelConfig())
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "tiny-bert"])

@@ -227,6 +227,13 @@ def test_one_process_reduces_nothing(accelerator: Any, monkeypatch: pytest.Monke
     assert found["eval_loss"] > 0
 
 
+@pytest.mark.parametrize(("loader", "metrics", "named"), [([], causal_lm_loss, "function"), ([{}], causal_lm_metrics, "dict")])
+def test_a_loss_for_metrics_and_rows_for_a_batch_are_named(accelerator: Any, loader: Any, metrics: Any, named: str) -> None:
+    """Fails when: either is taken as it is."""
+    with pytest.raises(TypeError, match=rf"tk\.\w+.*not {named}"):
+        eval_with_gather(accelerator, nn.Linear(1, 1), loader, metrics)
+
+
 def test_an_empty_split_is_refused(accelerator: Any) -> None:
     """Fails when: the sums of nothing are finalized."""
     from toolkit.config import Refusal

@@ -131,6 +131,13 @@ def test_a_loss_function_without_metrics_is_told_what_to_return(accelerator: Acc
         accumulate_gradients(accelerator, small_model(torch.float32), batch_of(ragged_examples(), 4), lambda *_: returned)
 
 
+def test_rows_in_the_place_of_a_batch_are_refused(accelerator: Accelerator) -> None:
+    """As a DataLoader of the user's gives them. Fails when: a batch is taken apart without a look."""
+    rows: Any = batch_of(ragged_examples(), 4).micro_batches[0]
+    with pytest.raises(TypeError, match=r"tk\.Batch.* dict"):
+        accumulate_gradients(accelerator, small_model(torch.float32), rows, token_loss)
+
+
 def test_a_metric_may_be_a_number_or_hold_a_graph(accelerator: Accelerator) -> None:
     """Also in a padding micro-batch, and the graph is not kept until the sum is read. Fails when: parts are taken as they are."""
 

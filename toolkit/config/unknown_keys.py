@@ -106,13 +106,13 @@ def _suggestion(name: str, settings: Mapping[str, Setting], shown: Callable[[str
         if not names:
             return f" Instead: {note}"
         return f" Its counterpart here: {', '.join(map(shown, names))}{f' ({note[:-1]})' if note else ''}."
-    if in_python and (group := group_with(plain)):
-        return f" It is a setting of tk.{group}."
-    if recipe := recipe_with(plain.removeprefix("no_")):
-        return f" This recipe has no such setting; {recipe} has it (`{as_typed('toolkit', 'train', recipe)}`)."
     spellings = [spelling for each in settings.values() for spelling in (each.name, *each.aliases)]
-    near = nearest(plain.removeprefix("no_"), spellings)
     found = [other for other in spellings if other.endswith(f"_{plain}")][:3]
+    if in_python and not found and (groups := groups_with(plain)):
+        return f" It is a setting of {', '.join(f'tk.{group}' for group in groups)}."
+    if not found and (recipe := recipe_with(plain.removeprefix("no_"))):
+        return f" This recipe has no such setting; {recipe} has it (`{as_typed('toolkit', 'train', recipe)}`)."
+    near = nearest(plain.removeprefix("no_"), spellings)
     found = found or ([near] if near else [other for other in spellings if plain in other.split("_")][:3])
     return f" Did you mean {' or '.join(shown(other) for other in found)}?" if found else " --help lists them all."
 
@@ -136,15 +136,15 @@ RECIPES_WITH = {
 
 def recipe_with(name: str) -> str | None:
     """A recipe that has the setting of this name, where a group declares it."""
-    return RECIPES_WITH.get(group_with(name) or "")
+    return next((RECIPES_WITH[group] for group in groups_with(name) if group in RECIPES_WITH), None)
 
 
-def group_with(name: str) -> str | None:
-    """The group of settings that declares this one."""
-    import toolkit.config as groups
+def groups_with(name: str) -> list[str]:
+    """The groups of settings that declare this one."""
+    import toolkit.config
 
-    for group in (*RECIPES_WITH, "ModelConfig", "DataConfig", "OptimConfig"):
-        declared = settings_of(getattr(groups, group)).values()
-        if any(name in (each.name, *each.aliases) for each in declared):
-            return group
-    return None
+    def declares(group: str) -> bool:
+        settings = settings_of(getattr(toolkit.config, group)).values()
+        return any(name in (each.name, *each.aliases) for each in settings)
+
+    return [group for group in (*RECIPES_WITH, "ModelConfig", "DataConfig", "OptimConfig") if declares(group)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.config import Settings
 from toolkit.config.reading import values_of
-from toolkit.diagnostics.checks_of_data import IGNORED, rows_of, with_token_labels
+from toolkit.diagnostics.checks_of_data import IGNORED, are_in_place, rows_of, with_token_labels
 from toolkit.diagnostics.checks_of_labels import CAUSAL, shown_tokens
 from toolkit.diagnostics.checks_of_shift import offset_of_labels
 from toolkit.diagnostics.findings import Finding, Outcome, found, skipped
@@ -42,10 +42,10 @@ def check_ends(record: Record, config: Settings) -> Outcome:
     learned, asked, offset = 0, 0, offset_of_labels(record)
     where = ""
     for each in made:
-        for labels, document in rows_of(each):
+        for (labels, document), is_in_place in zip(rows_of(each), are_in_place(each), strict=True):
             ids, own = list(map(int, document["input_ids"])), document.get("labels")
             at = next((i for i in range(len(ids) - 1, max(len(ids) - 1 - _NEAR_END, 0), -1) if ids[i] in stops), None)
-            if at is None or (own is not None and own[at] == IGNORED):
+            if not is_in_place or at is None or (own is not None and own[at] == IGNORED):
                 continue
             asked += 1
             learned += bool(labels[at - offset] != IGNORED)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from toolkit.config import DiffusionConfig, SampleConfig
+from toolkit.data.loading.columns import check_splits
 from toolkit.data.tokenize.columns import alpaca_messages, alpaca_prompt, read_messages, read_options
 from toolkit.data.tokenize.masks import read_chat_template
 from toolkit.generation.continued_texts import continue_texts
@@ -36,6 +37,7 @@ def sample_prompts(
     in every run on the same data. A prompt is a row's `prompt`, its messages up to the last assistant turn, or the beginning
     of its text. Rows that hold none of these give none.
     """
+    check_splits(splits)
     name = next((name for name in ("validation", "test", "train") if name in splits), None)
     if name is None or config.num_samples == 0:
         return []
@@ -47,25 +49,28 @@ def sample_texts(
     accelerator: Accelerator,
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt | str],
     config: SampleConfig,
 ) -> list[dict[str, str]]:
     """Continue each prompt; returns {"prompt", "text", perhaps "reference"} for each, cut for display. A collective.
+
+    A prompt is text as the model reads it, or one of `sample_prompts`.
 
     The same weights and the same seed give the same texts, whatever was drawn before; the global random state stays as it
     was, and so does the model's mode. What a prompt draws does not depend on its neighbors. Temperature 0 is greedy decoding.
     With settings of DiffusionConfig the texts are those of a masked-diffusion model.
     """
+    asked = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
     write: Callable[..., list[str]] = continue_texts
     if isinstance(config, DiffusionConfig):
         write = partial(fill_texts, steps=config.denoising_steps, block_length=config.block_length)
     texts = write(
-        accelerator, model, tokenizer, [prompt["prompt"] for prompt in prompts], max_new_tokens=config.sample_max_new_tokens,
+        accelerator, model, tokenizer, [prompt["prompt"] for prompt in asked], max_new_tokens=config.sample_max_new_tokens,
         temperature=config.sample_temperature, seed=config.seed,
     )  # fmt: skip
     return [
         {**prompt, "prompt": trim_for_display(prompt["prompt"], keep="end"), "text": trim_for_display(text)}
-        for prompt, text in zip(prompts, texts, strict=True)
+        for prompt, text in zip(asked, texts, strict=True)
     ]
 
 

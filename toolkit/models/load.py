@@ -47,8 +47,8 @@ _HEADS_OF_ROWS = re.compile("Classification|QuestionAnswering|MultipleChoice")
 
 
 def load_model(
-    auto_class: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, packed: bool | None = False,
-    **head_settings: Any,
+    auto_class: str, config: ModelConfig | str, tokenizer: PreTrainedTokenizerBase | None = None, *,
+    packed: bool | None = False, **head_settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """The model that the settings name, on the CPU, ready for `accelerator.prepare`.
 
@@ -57,8 +57,8 @@ def load_model(
 
     Args:
         auto_class: transformers' class by task, such as "AutoModelForCausalLM".
-        config: a ModelConfig. A recipe's has more groups, which also set how long examples are (max_length), on which device
-            the model will be (use_cpu), and whether it is held in 4 bits.
+        config: a ModelConfig, or a model's name. A recipe's has more groups, which also set how long examples are
+            (max_length), on which device the model will be (use_cpu), and whether it is held in 4 bits.
         tokenizer: gives a built-in shape its vocabulary, and any model its pad token; a larger one than the model's
             embedding enlarges the embedding.
         packed: whether the model will see packed rows; then it is made sure that each document gets what it has alone. None:
@@ -72,12 +72,15 @@ def load_model(
     """
     import transformers
 
+    config = ModelConfig(model=config) if isinstance(config, str) else config
     adapter = config.model if is_adapter(config.model) else None
     if adapter:
         config = settings_of_base(config)
     built_in = is_built_in(config.model)
     with imported_to_stay():
-        auto = getattr(transformers, auto_class)
+        auto = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else None
+        if auto is None:
+            raise Refusal(f"auto_class {auto_class!r}: must be the name of a class of transformers, as AutoModelForCausalLM.")
         model_config = built_in_config(config, tokenizer) if built_in else pretrained_config(config)
         for name, value in head_settings.items():
             setattr(model_config, name, value)

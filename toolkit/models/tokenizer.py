@@ -80,19 +80,21 @@ _UNUSED_TOKENS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|p
 
 
 @imported_to_stay()
-def load_tokenizer(config: ModelConfig, *, is_fast: bool = True) -> PreTrainedTokenizerFast:
+def load_tokenizer(config: ModelConfig | str, *, is_fast: bool = True) -> PreTrainedTokenizerFast:
     """The tokenizer of `config.tokenizer`, else the model's own; for a built-in shape one trained on the embedded corpus.
 
     It always has a pad token, never a new one, which would not fit the embedding. Where that is the end-of-text token
     nothing is lost: masks go by position, never by id.
 
     Args:
+        config: a ModelConfig, or a model's name.
         is_fast: refuse one without a fast version, which masks need; sources and targets are encoded by any.
 
     Raises:
         Refusal: an unknown or unreachable name, a directory without a tokenizer, a tokenizer or chat template that can't
             be used, settings that contradict each other.
     """
+    config = ModelConfig(model=config) if isinstance(config, str) else config
     if config.tokenizer is None and is_built_in(config.model):
         encoder, uncased = "-bert" in config.model, config.model.endswith(UNCASED)
         tokenizer = _embedded_tokenizer(config.vocab_size or DEFAULT_VOCAB_SIZE, encoder, uncased)

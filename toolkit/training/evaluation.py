@@ -11,7 +11,7 @@ import torch
 
 from toolkit import checkpoint as ckpt
 from toolkit.config import Refusal
-from toolkit.data.loading.batch import Batch
+from toolkit.data.loading.batch import Batch, check_batch
 from toolkit.distributed.ranks import on_all, on_main
 from toolkit.metrics.metric import Metrics
 from toolkit.system.allocator import give_back_memory
@@ -42,6 +42,8 @@ def eval_with_gather(
     """
     if loader is None:
         raise Refusal("There is no evaluation split. Take --eval-split or --eval-fraction, or --eval-strategy no.")
+    if not isinstance(metrics, Metrics):
+        raise TypeError(f"metrics are a tk.Metrics, such as tk.causal_lm_metrics, not {type(metrics).__name__}")
     give_back_memory()  # what steps left free fits few blocks of other batches, whose memory would come on top
     with evaluation_mode(model):
         observe = _observe_rows if metrics.gather else _observe_sums
@@ -55,6 +57,7 @@ def _observe_sums(
     assert metrics.update is not None
     totals: dict[str, torch.Tensor] = {}
     for batch in loader:
+        check_batch(batch)
         sums = metrics.update(model, to_device(batch.micro_batches[0], accelerator.device))
         for name, value in sums.items():
             value = _in_float64(value) if batch.real[0] else torch.zeros_like(_in_float64(value))
@@ -74,6 +77,7 @@ def _observe_rows(
     assert metrics.gather is not None
     collected: dict[str, list[torch.Tensor]] = {}
     for batch in loader:
+        check_batch(batch)
         rows = metrics.gather(model, to_device(batch.micro_batches[0], accelerator.device))
         device = next(iter(rows.values())).device
         for name, value in {"": torch.tensor(batch.indices[0], device=device), **rows}.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.data.loading.batch import Batch, MicroBatch
+from toolkit.data.loading.batch import Batch, MicroBatch, check_batch
 from toolkit.data.loading.order import seed_micro_batch
 from toolkit.distributed.engines import engine_of
 
@@ -51,6 +51,7 @@ def accumulate_gradients(accelerator: Accelerator, model: nn.Module, batch: Batc
         TypeError: the loss function doesn't return a loss and a dictionary of metrics.
         ValueError: a metric has a name of what `train_step` returns itself, such as `loss`.
     """
+    check_batch(batch)
     sums: dict[str, torch.Tensor] = {}
     for index in range(len(batch.micro_batches)):
         for name, part in accumulate_micro_batch(accelerator, model, batch, index, loss_fn).items():

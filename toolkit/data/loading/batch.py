@@ -68,3 +68,9 @@ class Batch:
             for micro_batch in self.micro_batches
         ]
         return self
+
+
+def check_batch(batch: object) -> None:
+    """What a DataLoader of the user's gives is rows alone: the loss needs the totals of the global batch too."""
+    if not isinstance(batch, Batch):
+        raise TypeError(f"a batch is a tk.Batch, not {type(batch).__name__}: tk.Batch([rows], totals, real=[True])")

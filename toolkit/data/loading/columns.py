@@ -25,7 +25,7 @@ def check_splits(splits: object, *columns: str) -> None:
     """Refuse what is no mapping of names to datasets, as one dataset alone, or has one to train on without these columns."""
     if not isinstance(splits, Mapping) or not all(hasattr(split, "column_names") for split in splits.values()):
         raise Refusal(
-            f"splits are datasets by name, {{'train': ..., 'validation': ...}}, not {type(splits).__name__} of something else. "
+            f"splits are datasets by name, {{'train': ..., 'validation': ...}}, not {_kind(splits)}. "
             "datasets.Dataset.from_list makes a dataset of rows."
         )
     for name, split in splits.items():
@@ -35,6 +35,11 @@ def check_splits(splits: object, *columns: str) -> None:
                 f"the split {name} has no column {missing[0]}, but {', '.join(split.column_names)}: loaders read tokenized "
                 "rows. Text, or input_ids and labels, go through tokenize_for_sft, tokenize_for_lm or another one first."
             )
+
+
+def _kind(splits: object) -> str:
+    values = splits.values() if isinstance(splits, Mapping) else ()
+    return type(splits).__name__ + (f" of {' and '.join(sorted({type(value).__name__ for value in values}))}" if values else "")
 
 
 def column(dataset: Dataset, name: str) -> np.ndarray:
