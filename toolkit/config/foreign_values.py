@@ -244,6 +244,9 @@ TRANSLATED: dict[str, Meaning] = {
     "train_sampling_strategy": lambda value, written: {"random": {}, "group_by_length": {"group_by_length": True}}.get(
         str(value), "take random or group_by_length: examples are shuffled in each epoch."
     ),
+    "resume_from_checkpoint": lambda value, written: (
+        {"resume": value} if isinstance(_read(value), bool) else {"resume_from": value}
+    ),
     "do_eval": lambda value, written: {} if value is True or "eval_strategy" in written else {"eval_strategy": "no"},
     "truncation_mode": _only(
         lambda value, _: value == "keep_start",

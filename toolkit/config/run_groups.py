@@ -82,9 +82,7 @@ class RunConfig(OutputConfig, DevicesConfig, HubConfig, IncidentConfig, SeedConf
     resume: bool = setting(
         False, "Continue from the newest valid checkpoint; start fresh where there is none.", on_resume="free"
     )
-    resume_from: str | None = setting(
-        None, "Continue from this checkpoint.", aliases=("resume_from_checkpoint",), is_path=True, on_resume="free"
-    )
+    resume_from: str | None = setting(None, "Continue from this checkpoint.", is_path=True, on_resume="free")
     allow_change: list[str] = setting(
         [], "With --resume: settings that may differ from the checkpoint's, though the result depends on them.",
         on_resume="free",
