@@ -195,7 +195,7 @@ class Run:
         known by its `grad_norm`. `batch`: the step's, where it has other tokens than the one that the run gave.
         """
         if "grad_norm" not in metrics and not any(isinstance(value, torch.Tensor) for value in metrics.values()):
-            self._log_evaluation(metrics)
+            self._log_evaluation({name: _as_number(name, value) for name, value in metrics.items()})
             return
         if batch is not None:
             self.state.tokens += batch.totals["tokens"] - self._batch.totals["tokens"]
@@ -321,8 +321,7 @@ class Run:
         if warnings and stops and self.config.divergence == "stop" and not self.stop.closed:
             raise Diverged(f"stopped after step {self.step}, because of --divergence stop: {warnings[0]}")
 
-    def _log_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        metrics = {name: _as_number(name, value) for name, value in metrics.items()}
+    def _log_evaluation(self, metrics: Mapping[str, float]) -> None:
         name, config, state = self.config.metric_for_best_model, self.config, self.state
         name = name if name in metrics else f"eval_{name}"
         if name not in metrics:  # metrics of one step may be logged in several calls: `check_decided` comes at its end
