@@ -13,7 +13,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 LICENSES = {"apache-2.0", "mit", "cc-by-4.0", "gemma", "llama3.2", "other"}
-TASKS = {"text-generation", "text-classification", "token-classification", "fill-mask", "question-answering", "feature-extraction"}
+TASKS = {"text-generation", "text-classification", "token-classification", "fill-mask", "question-answering", "feature-extraction",
+         "text-ranking", "multiple-choice", "sentence-similarity", "translation"}  # fmt: skip
 RELATIONS = {"finetune", "adapter", "quantized", "merge"}
 
 

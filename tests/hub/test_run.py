@@ -103,7 +103,7 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             files, directory = folder / f"{step}/files", folder / f"{step}/reference"
             files.mkdir(parents=True)
             sent._add_model(checkpoint, step, files, [])
-            card = uploads.card_of_run(model, folder, Summary({}, read_settings(config)))
+            card = uploads.card_of_run(model, loaded(model).tokenizer, folder, Summary({}, read_settings(config)))
             uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, card)
             assert contents(files)["README.md"].decode().splitlines() == contents(directory)["README.md"].decode().splitlines()
             assert contents(files) == contents(directory)

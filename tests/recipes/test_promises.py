@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,6 +76,9 @@ def check_export(stopped: Path, whole: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in stopped.with_name("exported").iterdir()} == {path.name for path in (whole / "model").iterdir()}
+    used = [(folder / "README.md").read_text().split("## How to use it")[1].split("\n## ")[0] for folder in (stopped.with_name("exported"), whole / "model")]
+    exported_as, written_as = (re.sub("^name ?=.*", "", each, flags=re.MULTILINE) for each in used)
+    assert exported_as == written_as
     [checkpoint] = stopped.glob("checkpoints/step-*")
     saved = {name.replace(".default", ""): tensor for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     [weights] = stopped.with_name("exported").glob("*.safetensors")
@@ -117,7 +121,8 @@ def test_a_run_ended_by_sigterm_continues_to_the_same_bits(run_recipe, tmp_path:
     dropout, a short last batch, and a worker that the whole run does without. And each recipe writes what it promises.
 
     Its model so far can be exported. Fails when: the seed of a micro-batch depends on what ran before, the optimizer's state is
-    not restored, anything random is not seeded by the settings, or an export has the weights that training began from.
+    not restored, anything random is not seeded by the settings, or an export has the weights that training began from or a
+    card that uses it otherwise.
     """
     flags = [*SMALL_OF[recipe], "--num-train-epochs", EPOCHS[recipe], "--logging-steps", "1", "--gradient-accumulation-steps", "3"]
     flags += ["--per-device-train-batch-size", "2", "--dropout", "0.1", "--save-strategy", "no"]

@@ -199,7 +199,7 @@ def _write(
         metrics = evaluations_by_step(read_lines(run / "metrics.jsonl")).get(step, {})
     except OSError as error:
         raise Refusal(f"{run / 'metrics.jsonl'}: cannot be read ({error.strerror}); the model card has its metrics.") from error
-    card = with_name(card_of_run(plain, run, Summary(metrics)), name)
+    card = with_name(card_of_run(plain, tokenizer, run, Summary(metrics), files or ()), name)
     try:
         write_model(into, plain, whole_state_dict(None, plain) or {}, tokenizer, card, dtype, files)
     except BadModel as error:

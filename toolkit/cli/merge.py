@@ -1,5 +1,6 @@
 """toolkit merge: an ordinary model of an adapter and its base."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,21 +41,23 @@ def merge(
         dtype = str(merged.dtype).removeprefix("torch.")
         state = whole_state_dict(None, merged.model) or {}
         files = read_sentence_files(adapter)
-        write_model(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name), dtype, files)
+        write_model(into, merged.model, state, merged.tokenizer, _card(adapter, merged, into.name, files), dtype, files)
     except (NotTheSame, BadModel) as error:
         say(str(error), error=True)
         raise typer.Exit(1) from error
     say(f"{into}: a model in {dtype}; what it computes is {merged.difference:.1e} of the largest away from the adapted one's")
 
 
-def _card(adapter: Path, merged: Any, name: str) -> str:
+def _card(adapter: Path, merged: Any, name: str, files: Collection[str]) -> str:
     """A model card, from the run card next to the adapter where there is one."""
     from toolkit.export.card import base_license, model_card
+    from toolkit.export.model_directory import traits_of
     from toolkit.system.json_lines import read_object
 
     path = adapter.resolve().parent / "run.json"
     run_card = read_object(path)
     run_card["model"] = {**run_card.get("model", {}), "name": merged.base}
     metrics = run_card.get("end", {}).get("figures", {})
-    text = model_card(run_card, metrics, name, type(merged.model).__name__, license=base_license(merged.base))
+    architecture, traits = type(merged.model).__name__, traits_of(merged.model, merged.tokenizer, files)
+    text = model_card(run_card, metrics, name, architecture, license=base_license(merged.base), traits=traits)
     return f"{text.rstrip()}\n\nThe adapter that was trained is merged into the weights.\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.conditions import is_built_in
+from toolkit.export.card_examples import KINDS, Traits, example, kind_of
 from toolkit.runs.copies import copy_in_words
 from toolkit.system.console import printable
 
@@ -24,32 +25,13 @@ SHOWN = (
     "max_steps", "max_length", "packing", "bf16", "fp16", "fp8", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
     "load_in_4bit", "seed",
 )  # fmt: skip
-_TASKS = {
-    "ForCausalLM": ("text-generation", "Text generation"),
-    "ForMaskedLM": ("fill-mask", "Masked language modeling"),
-    "ForSequenceClassification": ("text-classification", "Text classification"),
-    "ForQuestionAnswering": ("question-answering", "Question answering"),
-    "ForTokenClassification": ("token-classification", "Token classification"),
-}
-_DIFFUSION = ("text-generation", "Masked diffusion")
-_OF_A_TEXT = 'inputs = tokenizer("...", return_tensors="pt")\n'
-# What a whole model predicts; of classifiers by --problem-type, which rerankers and reward models don't have.
-_PREDICTED = {
-    "single_label": _OF_A_TEXT + "print(model.config.id2label[model(**inputs).logits.argmax().item()])",
-    "multi_label": _OF_A_TEXT + "chosen = (model(**inputs).logits[0] > 0).nonzero().flatten().tolist()\n"
-    "print([model.config.id2label[number] for number in chosen])",
-    "regression": _OF_A_TEXT + "print(model(**inputs).logits.item())",
-    "tags": 'words = ["...", "..."]\ninputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")\n'
-    "tags = model(**inputs).logits[0].argmax(-1).tolist()  # of tokens; a word has that of its first one\n"
-    "print([model.config.id2label[tags[inputs.word_ids().index(number)]] for number in range(len(words))])",
-}  # fmt: skip
 _NAME_LINE = re.compile(r'^name = ".*"', re.MULTILINE)
 _NAME_IN_SHELL = re.compile(r"^name=.*", re.MULTILINE)
 
 
 def model_card(
     run_card: Mapping[str, Any], metrics: Mapping[str, Any], name: str, architecture: str, *, adapter: str | None = None,
-    license: str | None = None,
+    license: str | None = None, traits: Traits | None = None,
 ) -> str:  # fmt: skip
     """The text of README.md.
 
@@ -60,17 +42,25 @@ def model_card(
         architecture: the model's class.
         adapter: None for a whole model; for an adapter where its base is: "elsewhere", or "inside", in the folder `base`.
         license: the base model's, where it is known.
+        traits: what is known of the model itself, for the example.
     """
     import yaml
+
+    from toolkit.models.trained import AUTO_CLASSES
 
     settings, of_model, of_data = (run_card.get(part) or {} for part in ("settings", "model", "data"))
     title = " ".join(str(settings.get("run_name") or name).split())
     begun = str(of_model.get("name") or settings.get("model") or "")
     below = of_model.get("base") or {}  # of an adapter that was trained further
     base, dataset = str(below.get("name") or begun), str(of_data.get("dataset") or "")
-    task = next((task for ending, task in _TASKS.items() if architecture.endswith(ending)), None)
-    task = _DIFFUSION if "denoising_steps" in settings else task
-    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    traits = traits or Traits()
+    auto = next((each for ending, each in AUTO_CLASSES.items() if architecture.endswith(ending)), "AutoModel")
+    kind = kind_of(auto, settings, traits)
+    task = KINDS[kind].task
+    if auto == "AutoModelForSeq2SeqLM" and settings.get("target_lang"):
+        task = ("translation", "Translation")
+    library = "sentence-transformers" if kind == "embedding" else "peft" if adapter else "transformers"
+    front: dict[str, Any] = {"library_name": library}
     if is_hub_id(base):
         front |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     if license:
@@ -93,7 +83,7 @@ def model_card(
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {_plain(title)}",
         _origin(base, of_model, license, adapter, begun if below else None),
         f"## Evaluation\n\nOn rows that were not trained on.\n\n{_table('metric', found)}" if found else "",
-        f"## How to use it\n\n{_usage(name, architecture, adapter, task == _DIFFUSION, settings)}",
+        f"## How to use it\n\n{example(kind, auto, name, adapter, settings, traits)}",
         f"## Training\n\nData: {data}.\n\n{_teacher(run_card)}{_table('setting', _settings(run_card))}" if of_data else "",
         f"## Versions\n\n{_table('library', run_card['versions'])}" if run_card.get("versions") else "",
     ]
@@ -103,7 +93,7 @@ def model_card(
 def with_name(card: str, name: str) -> str:
     """A card whose example loads the model from `name`; the rest of it, which someone may have edited, as it is."""
     card = _NAME_IN_SHELL.sub(lambda _: f"name={shlex.quote(name)}", card, count=1)
-    return _NAME_LINE.sub(lambda _: f"name = {json.dumps(name)}", card, count=1)
+    return _NAME_LINE.sub(lambda _: f"name = {json.dumps(name, ensure_ascii=False)}", card, count=1)
 
 
 def is_hub_id(name: str) -> bool:
@@ -152,31 +142,6 @@ def _origin(base: str, of_model: Mapping[str, Any], license: str | None, adapter
         of_base = "" if adapter == "inside" else f" of {linked}{at}{stated}"
         return f"{what}{of_base}, trained further from {_code(shown_path(begun))}."
     return f"{what} trained from {linked}{at}{stated}."
-
-
-def _usage(name: str, architecture: str, adapter: str | None, is_diffusion: bool, settings: Mapping[str, Any]) -> str:
-    if is_diffusion:  # transformers would write with it from left to right, which it can't
-        return (
-            "A masked-diffusion language model: it fills in hidden tokens from both sides, in several passes.\n\n"
-            f"```bash\nname={shlex.quote(name)}\n"
-            'toolkit generate "$name" --prompt "..."\n```'
-        )
-    ending = next((ending for ending in _TASKS if architecture.endswith(ending)), "")
-    auto = f"AutoModel{ending}"
-    if adapter == "inside":
-        imports = f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer"
-        # adapter_kwargs: transformers (5.23) would look for the adapter's base first, which is what is being loaded
-        inside = 'subfolder="base", adapter_kwargs={"subfolder": "base"}'
-        load = f"base = {auto}.from_pretrained(name, {inside})\nmodel = PeftModel.from_pretrained(base, name)"
-    elif adapter:
-        imports = f"from peft import AutoPeftModel{ending}\nfrom transformers import AutoTokenizer"
-        load = f"model = AutoPeftModel{ending}.from_pretrained(name)"
-    else:
-        imports, load = f"from transformers import {auto}, AutoTokenizer", f"model = {auto}.from_pretrained(name)"
-    kinds = {"ForTokenClassification": "tags", "ForSequenceClassification": settings.get("problem_type")}
-    predict = "" if adapter else _PREDICTED.get(kinds.get(ending) or "", "")
-    lines = [imports, "", f"name = {json.dumps(name)}", "tokenizer = AutoTokenizer.from_pretrained(name)", load]
-    return "\n".join(["```python", *lines, *(["", predict] if predict else []), "```"])
 
 
 def _teacher(run_card: Mapping[str, Any]) -> str:

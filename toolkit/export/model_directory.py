@@ -16,6 +16,7 @@ from toolkit.distributed.engines import unwrapped
 from toolkit.distributed.engines.pieces import whole_state_dict
 from toolkit.distributed.ranks import on_main
 from toolkit.export.card import base_license, model_card, with_name
+from toolkit.export.card_examples import Traits
 from toolkit.models.adapter_files import base_of_adapter, is_adapted
 from toolkit.models.adapter_saving import save_adapter
 from toolkit.models.added_heads import is_of_added_head
@@ -57,7 +58,8 @@ def save_model(
 
     def write() -> None:
         assert state is not None  # on the main process
-        write_model(directory, plain, state, tokenizer, card_of_run(plain, output_dir, summary or Summary()), dtype, files)
+        card = card_of_run(plain, tokenizer, output_dir, summary or Summary(), files or ())
+        write_model(directory, plain, state, tokenizer, card, dtype, files)
 
     if accelerator is None:
         write()
@@ -70,8 +72,19 @@ def save_model(
     return directory
 
 
-def card_of_run(model: PreTrainedModel, output_dir: str | Path, summary: Summary) -> str:
-    """The model card of a run, from its run.json; without one, from the model's own config."""
+def traits_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: Collection[str]) -> Traits:
+    """What the card's example depends on, of a model without an adapter; `files` that are written next to it, by path."""
+    return Traits(
+        model.config.id2label or {}, model.config.problem_type or "", bool(tokenizer.chat_template),
+        turn_end_ids(tokenizer) if model.can_generate() else (), "modules.json" in files,
+    )  # fmt: skip
+
+
+def card_of_run(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path, summary: Summary,
+    files: Collection[str] = (),
+) -> str:  # fmt: skip
+    """The model card of a run, from its run.json; without one, from the model's own config. `files`: as of `save_model`."""
     output_dir = Path(output_dir)
     adapter = None
     if is_adapted(model):
@@ -89,7 +102,8 @@ def card_of_run(model: PreTrainedModel, output_dir: str | Path, summary: Summary
     name = output_dir.absolute().name
     # Loads from where the run was started; an absolute path would name this machine: from its parent folder.
     place = (Path(name if output_dir.is_absolute() else output_dir) / "model").as_posix()
-    card = model_card(run_card, summary.metrics, name, architecture, adapter=adapter, license=license)
+    traits = traits_of(plain, tokenizer, files)
+    card = model_card(run_card, summary.metrics, name, architecture, adapter=adapter, license=license, traits=traits)
     return with_name(card, place)
 
 

@@ -29,7 +29,7 @@ from toolkit.system.interruptions import OutOfTime
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONGEST_WAIT = 1800.0  # seconds at the end of a run, while something still goes up
 PATIENCE = 30.0  # seconds at the end of a run, while nothing does
@@ -178,7 +178,9 @@ class Uploads:
         directory = files.with_name("model")
         evaluated = evaluations_by_step(event for event in events if event["step"] <= step)
         summary = Summary(evaluated[max(evaluated)] if evaluated else {}, read_settings(self.config))
-        card = card_of_run(self.model, self.output_dir, summary)
+        tokenizer = loaded(self.model).tokenizer
+        assert tokenizer is not None  # checked before the first step
+        card = card_of_run(self.model, tokenizer, self.output_dir, summary)
         if self.beside_weights is not None:
             for name, content in self.beside_weights.items():
                 (files / name).parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +188,7 @@ class Uploads:
             (files / "README.md").write_text(card, encoding="utf-8")
             collect({WEIGHTS: checkpoint / WEIGHTS}, files)
         else:
-            self._write_model(checkpoint, directory, card)
+            self._write_model(checkpoint, directory, tokenizer, card)
             written = model_files(directory)
             collect(written, files)
             if has_same_tensors(directory / WEIGHTS, checkpoint / WEIGHTS):
@@ -194,15 +196,13 @@ class Uploads:
                 self.beside_weights = {name: written[name].read_bytes() for name in rest}
             shutil.rmtree(directory)
 
-    def _write_model(self, checkpoint: Path, directory: Path, card: str) -> None:
+    def _write_model(self, checkpoint: Path, directory: Path, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
         from safetensors.torch import load_file
 
         state = load_file(checkpoint / WEIGHTS)
         if not self.shards:
             state = (whole_state_dict(None, self.model) or {}) | state  # what is frozen isn't in a checkpoint
         dtype = self.config.dtype if isinstance(self.config, ModelConfig) else "auto"
-        tokenizer = loaded(self.model).tokenizer
-        assert tokenizer is not None  # checked before the first step
         write_model(directory, self.model, state, tokenizer, card, dtype)
 
 

@@ -38,12 +38,12 @@ AUTO_CLASSES = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForMaskedLM": "AutoModelForMaskedLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "Model": "AutoModel",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "MTModel": "AutoModelForSeq2SeqLM",
+    "Model": "AutoModel",  # the last one: of a MarianMTModel it is the end too
 }
 CLASSES_BY_TASK = {
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_CLS": "AutoModelForSequenceClassification",
