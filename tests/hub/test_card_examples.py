@@ -17,7 +17,7 @@ from toolkit.cli.merge import merge
 from toolkit.data.tokenize.masks import turn_end_ids
 from toolkit.data.tokenize.tasks import tokenize_for_preference
 from toolkit.export.card import model_card
-from toolkit.export.card_examples import KINDS as KINDS_OF_CARDS
+from toolkit.export.card_examples import KINDS as KINDS_OF_CARDS, Traits, kind_of
 from toolkit.losses.reward import answer_rewards
 from toolkit.models.sentence_files import EmbeddingStyle
 from toolkit.models.trained import auto_class_of
@@ -254,3 +254,10 @@ def test_a_merged_adapter_is_shown_as_what_it_became(tmp_path: Path, monkeypatch
         *_, directory, _ = saved(kind, "elsewhere")
         merge(directory, Path(f"merged-{kind}"))
         assert KINDS_OF_CARDS[kind].lines.split("TOKENS")[0] in Path(f"merged-{kind}/README.md").read_text()
+
+
+def test_a_pretrained_model_continues_texts_whatever_its_tokenizer_knows() -> None:
+    """Fails when: it is shown as a chat."""
+    chats = Traits(chats=True)
+    assert kind_of("AutoModelForCausalLM", {"packing_strategy": "bfd"}, chats) == "chat"
+    assert kind_of("AutoModelForCausalLM", {"packing_strategy": "wrapped"}, chats) == "AutoModelForCausalLM"

@@ -86,7 +86,8 @@ def kind_of(auto: str, settings: Mapping[str, Any], traits: Traits) -> str:
     if traits.embeds or "denoising_steps" in settings:
         return "embedding" if traits.embeds else "diffusion"
     if auto != "AutoModelForSequenceClassification":
-        return "chat" if auto == "AutoModelForCausalLM" and traits.chats else auto
+        is_pretrained = settings.get("packing_strategy") == "wrapped"  # on texts, by a tokenizer that may know chats already
+        return "chat" if auto == "AutoModelForCausalLM" and traits.chats and not is_pretrained else auto
     if "ranking_loss" in settings:
         return "ranking"
     if problem := settings.get("problem_type") if settings else traits.problem_type.removesuffix("_classification"):
