@@ -59,7 +59,7 @@ def main(config: Config) -> tk.Summary:
     train = tk.fit_micro_batch(accelerator, model, optimizer, train, tk.trial_loss(embed), config)
     step_loss = tk.cached_gradient_loss(embed)
 
-    with tk.open_run(accelerator, config, model, optimizer, train) as run:
+    with tk.open_run(accelerator, config, model, optimizer, train, files=files) as run:
         run.compare_with("eval_recall_at_10", lambda: tk.retrieval_baselines(raw))
         if run.due("eval_on_start"):
             run.log(tk.eval_with_gather(accelerator, model, evaluation, metrics))

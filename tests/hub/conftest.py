@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +112,14 @@ def run_sft(fork_run: Callable[..., Any], hub: Any, tmp_path: Path) -> Callable[
 
     def run(
         *flags: str, output_dir: str = "out", ranks: int = 1, while_running: Callable[[int], None] | None = None,
-        env: dict[str, str] | None = None, recipe: str = "sft", timeout: float = 150,
+        env: dict[str, str] | None = None, recipe: str = "sft", timeout: float = 150, small: Sequence[str] = SMALL,
     ) -> tuple[int, str]:  # fmt: skip
         nonlocal number
         number += 1
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        arguments = [str(recipes / f"{recipe}.py"), *SMALL, *flags, "--output-dir", output_dir]
+        arguments = [str(recipes / f"{recipe}.py"), *small, *flags, "--output-dir", output_dir]
         environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_write", "HF_HUB_DISABLE_XET": "1", **(env or {})}
         outs, processes = [], []
         for rank in range(ranks):

@@ -68,6 +68,20 @@ def test_every_save_sends_the_model_of_each_checkpoint(run_sft: Any, hub: Any, t
         assert same_weights(content, tmp_path / f"out/checkpoints/step-{step}")
 
 
+@pytest.mark.slow
+def test_an_embedding_model_has_its_pooling_while_it_trains(run_sft: Any, hub: Any, tmp_path: Path) -> None:
+    """In every commit. Fails when: the recipe's files aren't given to `open_run`, or those to the queue."""
+    small = ["--model", "tiny-bert-uncased", "--hidden-size", "32", "--num-hidden-layers", "1", "--max-train-examples", "64"]
+    steps = ["--max-steps", "4", "--save-steps", "2", "--eval-strategy", "no", "--per-device-train-batch-size", "2"]
+    code, out = run_sft(*PUSH, *steps, recipe="embedding", small=small)
+    assert code == 0, out
+    sent = [commit.files for commit in hub.repositories[NAME].history() if commit.files]
+    assert len(sent) >= 2
+    for files in sent:
+        assert {"modules.json", "1_Pooling/config.json", "README.md"} <= files.keys()
+        assert b"SentenceTransformer" in files["README.md"].content
+
+
 def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Path) -> None:
     """From the second checkpoint on; of tied weights too. What is sent is what a model directory of that step holds, file by file.
 
@@ -92,8 +106,9 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
         config = Config(output_dir=str(folder), dtype="auto", model="tiny-llama", dataset="stdlib:sft")
         assert config.dtype == "auto"  # read, as loading a model does: the card shows settings that were read
         folder.mkdir()
+        beside = {"modules.json": "[]"}
         (folder / "run.json").write_text(json.dumps({"model": {"name": "tiny-llama"}, "data": {"dataset": "stdlib:sft"}}))
-        sent = uploads.Uploads("alice/model", config, model, shards=False, say=print)
+        sent = uploads.Uploads("alice/model", config, model, shards=False, files=beside, say=print)
         for step in (1, 2, 3):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -103,8 +118,8 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             files, directory = folder / f"{step}/files", folder / f"{step}/reference"
             files.mkdir(parents=True)
             sent._add_model(checkpoint, step, files, [])
-            card = uploads.card_of_run(model, loaded(model).tokenizer, folder, Summary({}, read_settings(config)))
-            uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, card)
+            card = uploads.card_of_run(model, loaded(model).tokenizer, folder, Summary({}, read_settings(config)), beside)
+            uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, card, files=beside)
             assert contents(files)["README.md"].decode().splitlines() == contents(directory)["README.md"].decode().splitlines()
             assert contents(files) == contents(directory)
             assert ((files / "model.safetensors").stat().st_ino == (checkpoint / "model.safetensors").stat().st_ino) == (step > 1)

@@ -37,11 +37,11 @@ PATIENCE = 30.0  # seconds at the end of a run, while nothing does
 
 @contextlib.contextmanager
 def hub_uploads(
-    accelerator: Accelerator, config: RunConfig, model: PreTrainedModel, say: Callable[[str], None]
+    accelerator: Accelerator, config: RunConfig, model: PreTrainedModel, files: Mapping[str, str], say: Callable[[str], None]
 ) -> Iterator[Uploads | None]:
     """While a run is open, its uploads on the main process, where `push_to_hub` is set; at the end they are waited for.
 
-    Whether we may write is found out before the first step.
+    Whether we may write is found out before the first step. `files`: what a model directory holds next to the model, by path.
 
     Raises:
         Refusal: no write access, or no way to write models in between.
@@ -54,7 +54,7 @@ def hub_uploads(
     if not accelerator.is_main_process:
         yield None
         return
-    uploads = Uploads(repo_id, config, model, shards, say)
+    uploads = Uploads(repo_id, config, model, shards, files, say)
     try:
         yield uploads
     except BaseException:
@@ -67,9 +67,10 @@ class Uploads:
     """The queue of a run, on its main process. `model`: not wrapped; `shards`: whether a rank has a part of it alone."""
 
     def __init__(
-        self, repo_id: str, config: RunConfig, model: PreTrainedModel, shards: bool, say: Callable[[str], None]
+        self, repo_id: str, config: RunConfig, model: PreTrainedModel, shards: bool, files: Mapping[str, str],
+        say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.repo_id, self.config, self.model, self.shards, self.say = repo_id, config, model, shards, say
+        self.repo_id, self.config, self.model, self.shards, self.files, self.say = repo_id, config, model, shards, files, say
         self.output_dir = Path(config.output_dir)
         self.queue, self.is_open = self.output_dir / QUEUE, True
         self.beside_weights: dict[str, bytes] | None = None  # of a model whose weights are a checkpoint's file as it is
@@ -180,7 +181,7 @@ class Uploads:
         summary = Summary(evaluated[max(evaluated)] if evaluated else {}, read_settings(self.config))
         tokenizer = loaded(self.model).tokenizer
         assert tokenizer is not None  # checked before the first step
-        card = card_of_run(self.model, tokenizer, self.output_dir, summary)
+        card = card_of_run(self.model, tokenizer, self.output_dir, summary, self.files)
         if self.beside_weights is not None:
             for name, content in self.beside_weights.items():
                 (files / name).parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,7 @@ class Uploads:
         if not self.shards:
             state = (whole_state_dict(None, self.model) or {}) | state  # what is frozen isn't in a checkpoint
         dtype = self.config.dtype if isinstance(self.config, ModelConfig) else "auto"
-        write_model(directory, self.model, state, tokenizer, card, dtype)
+        write_model(directory, self.model, state, tokenizer, card, dtype, self.files)
 
 
 def _find_repository(config: RunConfig, model: PreTrainedModel, shards: bool, say: Callable[[str], None]) -> str:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 def open_run(
     accelerator: Accelerator, config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer,
     train: TrainLoader | StreamLoader, *, reference_made_of: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Iterator[Run]:  # fmt: skip
     """Claim the output directory, restore a checkpoint when requested, and yield the run; write its summary at the end.
 
@@ -55,6 +56,7 @@ def open_run(
     Args:
         reference_made_of: of a run that compares with a reference model, what that is made of (`Reference.made_of`), or what
             its rewards are (`rewards_made_of`): a resume with another one is refused.
+        files: as of `save_model`, for models that are sent to the Hub while the run goes on.
 
     Raises:
         Refusal: the directory is in use, the disk is too small, the checkpoint does not fit, or the optimizer is another
@@ -71,7 +73,7 @@ def open_run(
         heartbeat.begin_run(lambda: how_to_continue(checkpoints, config))
     with contextlib.ExitStack() as closing:
         closing.enter_context(output.claimed(config, accelerator))
-        uploads = closing.enter_context(hub_uploads(accelerator, config, plain, display.say))
+        uploads = closing.enter_context(hub_uploads(accelerator, config, plain, files or {}, display.say))
         on_main(accelerator, lambda: check_room(plain, config))
         on_main(accelerator, lambda: ckpt.clean_leftovers(checkpoints))
         saver = Saver(accelerator, config, plain, optimizer, stop, display.say)
