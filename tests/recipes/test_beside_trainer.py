@@ -59,7 +59,7 @@ PLATEAU: dict[str, Any] = {
 }  # fmt: skip
 IN_BFLOAT16 = {"bf16": True, "max_steps": 2, "optim": "sgd", "learning_rate": 0.5}  # its losses alone: kernels round otherwise
 # What both have and no weight on one CPU can tell: devices and their formats, and where a run begins.
-OF_DEVICES = {"fp16", "tf32", "full_determinism", "use_cpu", "torch_compile", "torch_compile_backend", "ddp_backend", "resume_from_checkpoint"}
+OF_DEVICES = {"fp16", "tf32", "full_determinism", "use_cpu", "torch_compile", "torch_compile_backend", "ddp_backend"}
 DIFFERENT = {"seed"}  # the order, and dropout; in the how-to
 
 CASES = {

@@ -30,7 +30,7 @@ RATE = ["learning_rate=log:1e-4..1e-2"]
      (["--max-steps", "20"], {"search": RATE, "prune": "median", "rungs": "3,9"}, "no effect"),
      ([], {"search": ["max_steps=5,10"], "prune": "asha", "rungs": "2,5"}, "length of every trial"),
      ([], {"search": RATE, "budget_hours": math.nan}, "--budget-hours"), ([], {"search": RATE, "hang_minutes": math.inf}, "--hang-minutes"), ([], {"search": RATE, "budget_hours": 0.0}, "--budget-hours"),
-     ([], {"search": RATE, "objective": ["eval_nope"]}, "--objective eval_nope"), ([], {"search": ["allow_change=a,b"]}, "decides that one"),
+     ([], {"search": RATE, "objective": ["eval_acuracy"]}, "--objective eval_acuracy"), ([], {"search": ["allow_change=a,b"]}, "decides that one"),
      ([], {"search": RATE, "objective": [":max"]}, "write METRIC:max")],
 )  # fmt: skip
 def test_what_cannot_be_meant_of_a_recipe_is_refused(words: list[str], asked: dict[str, Any], says: str) -> None:

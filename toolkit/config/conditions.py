@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from toolkit.config.groups import OptimConfig
@@ -121,6 +122,7 @@ REPOSITORY = re.compile(r"(?=(?:[^/]+/)?[^/]{1,96}$)(?!.*(?:--|\.\.|\.git$))(?:[
 
 # Metrics whose metrics have their names; what an `evaluate` module calls its metrics is known only when it has run.
 PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?|r?mse|mae|r2|pearson")
+_LONG_NAMES = ("accuracy", "balanced_accuracy", "matthews_correlation", "precision", "recall", "pearson")
 
 
 # What is measured where --metrics names nothing.
@@ -129,9 +131,10 @@ USUAL_TAG_METRICS = ["accuracy", "precision", "recall", "f1", "f1_macro"]
 
 
 def never_measured(metric: str, metrics: list[str]) -> bool:
-    """Whether it is a built-in metric that isn't among these. One with another name may be logged by a copy of the recipe."""
+    """Whether it is a built-in metric that isn't among these, or one mistyped; a copy of the recipe may log one of its own."""
     metric = re.sub(r"_class_.+$", "_per_class", metric.removeprefix("eval_"))
-    return metric not in metrics and all(PLAIN_METRIC.fullmatch(name) for name in (metric, *metrics))
+    is_built_in = PLAIN_METRIC.fullmatch(metric) or get_close_matches(metric, _LONG_NAMES, cutoff=0.9)
+    return bool(metric not in metrics and is_built_in and all(map(PLAIN_METRIC.fullmatch, metrics)))
 
 
 WITH_ADAM = ("adamw_torch", "adamw_torch_fused", "nadam", "radam", "adamw_bnb_8bit", "muon")

@@ -15,6 +15,8 @@ from peft.tuners.lora import Linear
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from toolkit.models.compat import has_hooks
+
 
 class AdaptedLinear(Linear):
     """peft's layer, which computes the plain case itself: one adapter, no dropout, frozen weights. The rest is peft's."""
@@ -32,7 +34,7 @@ class AdaptedLinear(Linear):
         if name not in self.lora_A or name in self.lora_variant:
             return None
         dropout, layers = self.lora_dropout[name], (base, self.lora_A[name], self.lora_B[name])
-        if any(type(each) is not nn.Linear or each._forward_hooks or each._forward_pre_hooks for each in layers):
+        if any(type(each) is not nn.Linear or has_hooks(each) for each in layers):
             return None
         if (dropout.training and type(dropout) is not nn.Identity) or any(each.requires_grad for each in base.parameters()):
             return None

@@ -171,6 +171,11 @@ def hooks_before(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is called before or after a module's forward pass."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def softmax_backward(of_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The gradient of a softmax's input, of that of its output, over the last dimension: one kernel."""
     return torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
