@@ -102,6 +102,17 @@ def test_the_records_of_an_edited_run_list_what_it_read_and_the_optimizer_it_bui
     assert (tmp_path / "again/result.json").read_bytes() == (tmp_path / "run/result.json").read_bytes()
 
 
+def test_settings_that_a_short_run_does_not_come_to_or_that_are_off_are_not_called_unread(tmp_path: Path) -> None:
+    """Fails when: the last step is due before `is_due` reads how often, or `left_off` is left out of what is not read."""
+    flags = ["--logging-steps", "1", "--eval-steps", "2", "--eval-delay", "1", "--save-steps", "3", "--max-steps", "1"]
+    flags += ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--divergence", "stop"]
+    said = run(ROOT / "tests/tiny_run.py", *flags, "--output-dir", str(tmp_path / "run"))
+    assert "WARNING: given" not in said
+    card = json.loads((tmp_path / "run/run.json").read_text())
+    assert {"logging_steps", "eval_steps", "eval_delay", "save_steps", "divergence"} <= card["settings"].keys()
+    assert "warmup_steps" in card["not_read"]
+
+
 def test_a_recipe_that_takes_the_schedule_alone_is_recorded_with_its_own_optimizer(tmp_path: Path) -> None:
     """Fails when: what build_optimizer reads for an optimizer that the run doesn't have counts as read, what it reads for the
     rates does not, or the model card names the optimizer of the settings."""

@@ -91,6 +91,13 @@ def broken_rules(config: Settings, given: frozenset[str], unknown: frozenset[str
     return broken
 
 
+def left_off(config: Settings) -> frozenset[str]:
+    """The settings that are off (0, false, empty) and that the others leave without effect anyway: nobody misses them."""
+    values = values_of(config)
+    idle = (none for none in NO_EFFECT if _holds(none.idle, values, none.reads))
+    return frozenset(name for none in idle for name in none.settings if not values.get(name, True))
+
+
 def _holds(condition: Callable[..., Any], values: Mapping[str, Any], reads: Sequence[str] | None = None) -> bool:
     reads = reads or list(inspect.signature(condition).parameters)
     return all(name in values for name in reads) and bool(condition(**{name: values[name] for name in reads}))

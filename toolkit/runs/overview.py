@@ -7,6 +7,7 @@ from typing import Any
 from toolkit.config import Settings, settings_of
 from toolkit.config.conditions import is_built_in
 from toolkit.config.reading import settings_read, values_of
+from toolkit.config.rules import left_off
 from toolkit.config.setting import free_on_resume, given_settings, show_setting
 from toolkit.metrics.baselines import compared_with_baselines, in_words
 from toolkit.metrics.direction import greater_is_better
@@ -79,8 +80,8 @@ def _rate_of_a_small_model(card: Mapping[str, Any]) -> list[str]:
 
 
 def given_and_not_read(config: Settings, names: frozenset[str]) -> str:
-    """Those of the named settings that nothing has read, as they would be typed; empty where there is none."""
-    settings, values, read = settings_of(type(config)), values_of(config), settings_read(config)
+    """Those of the named settings that nothing has read and that are not off as it is, as typed; empty where there is none."""
+    settings, values, read = settings_of(type(config)), values_of(config), settings_read(config) | left_off(config)
     return " ".join(show_setting(settings[name], values[name]) for name in settings if name in names and name not in read)
 
 

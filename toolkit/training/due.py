@@ -20,13 +20,16 @@ def is_due(
         epoch_size: examples of an epoch; None for a stream without an end.
     """
     strategy, size = getattr(config, f"{_PREFIX[what]}_strategy"), epoch_size or 0
-    if strategy == "no" or step == 0:
+    if strategy == "no":
         return False
-    if is_last:
-        return True
+    # read before the last step returns: in a run of one step they are no settings that nothing has read
+    every = getattr(config, f"{_PREFIX[what]}_steps") if strategy == "steps" else None
+    delay = config.eval_delay if what == "eval" else 0
+    if step == 0 or is_last:
+        return is_last and step > 0
     epoch = position / size if size else 0.0
-    if what == "eval" and (step if strategy == "steps" else epoch) < config.eval_delay:
+    if (epoch if every is None else step) < delay:
         return False
-    if strategy == "steps":
-        return step % getattr(config, f"{_PREFIX[what]}_steps") == 0
+    if every is not None:
+        return step % every == 0
     return size > 0 and position // size > before // size

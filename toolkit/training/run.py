@@ -318,7 +318,7 @@ class Run:
         for warning in warnings:
             self.say(f"WARNING: {warning}")
         self.state.warnings += warnings
-        if warnings and stops and self.config.divergence == "stop" and not self.stop.closed:
+        if self.config.divergence == "stop" and warnings and stops and not self.stop.closed:
             raise Diverged(f"stopped after step {self.step}, because of --divergence stop: {warnings[0]}")
 
     def _log_evaluation(self, metrics: Mapping[str, float]) -> None:
