@@ -245,6 +245,9 @@ def test_the_scale_of_rewards_is_read_as_trl_reads_it(written: Any, value: str) 
         ({"hub_token": "hf_verysecret"}, "c.yaml: unknown setting hub_token. Tokens"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup-ratio and --warmup-steps (c.yaml) "),
         ({"warmup_ratio": 1}, "--warmup-ratio 1: must be below 1"),
+        ({"eval_steps": 0.2}, "--eval-steps 0.2: must be a whole number of steps"),
+        ({"save_steps": "0.1"}, "--save-steps 100."),
+        ({"logging_steps": 1.5}, "--logging-steps 1.5 (c.yaml): must be a whole number."),
         ({"learning_rate": None}, "--learning-rate none (c.yaml): must be a number."),
         ({"learning_rate": "2e-4x"}, "--learning-rate 2e-4x (c.yaml): must be a number."),
         ({"run_name": 7}, "--run-name 7 (c.yaml): must be text"),
@@ -253,7 +256,8 @@ def test_the_scale_of_rewards_is_read_as_trl_reads_it(written: Any, value: str) 
     ids=str,
 )
 def test_key_or_value_that_cannot_be_meant_is_refused_naming_its_file(written: dict[str, Any], message: str) -> None:
-    """Fails when read_values drops the unknown keys silently, lets the last spelling win, or does not hand on `source`."""
+    """Fails when read_values drops the unknown keys silently, lets the last spelling win, does not hand on `source`, or reads a
+    share of the run without what it means (`_every`)."""
     with pytest.raises(Refusal) as refusal:
         read_values(Everything, written, "c.yaml")
     assert message in str(refusal.value)

@@ -8,6 +8,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from toolkit.config.reading import values_of
@@ -182,6 +183,30 @@ def _ratio(raw: Any) -> Any:
     return raw
 
 
+def _every(name: str, raw: Any) -> Any:
+    """Trainer takes a share of the run here too."""
+    try:
+        is_share = not isinstance(raw, bool) and 0 < float(raw) < 1
+    except (TypeError, ValueError):
+        return raw
+    if is_share:
+        raise Refusal(
+            f"{flag_of(name)} {raw}: must be a whole number of steps. Trainer's share of the run is {raw} x its steps, "
+            f"rounded up: of 1,000 steps {flag_of(name)} {math.ceil(1000 * float(raw))}."
+        )
+    return raw
+
+
+def metric_of_trl(name: str) -> str | None:
+    """What one of TRL's evaluation metrics is called here; None for other names."""
+    found = {
+        "mean_token_accuracy": "token_accuracy", "rewards/chosen": "rewards_chosen", "rewards/rejected": "rewards_rejected",
+        "rewards/accuracies": "reward_accuracy", "rewards/margins": "reward_margin", "logps/chosen": "logps_chosen",
+        "logps/rejected": "logps_rejected",
+    }.get(name.removeprefix("eval_"))  # fmt: skip
+    return found and f"eval_{found}"
+
+
 def former_optimizer(name: str) -> str | None:
     """The setting `optim` that makes the steps of one of Trainer's optimizers that differs in how it is computed; else None."""
     return {
@@ -212,6 +237,8 @@ _OTHER_TRAINERS: dict[str, Callable[[Any], Any]] = {
     "dataset": _mixture,
     "dataset_name": _mixture,
     "warmup_ratio": _ratio,
+    "metric_for_best_model": lambda raw: _said("metric_for_best_model", raw, metric_of_trl),
+    **{name: partial(_every, name) for name in ("logging_steps", "eval_steps", "save_steps")},
 }
 
 
