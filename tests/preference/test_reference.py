@@ -93,10 +93,11 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("model", {"ld_alpha": 0.5}),
 ], ids=str)  # fmt: skip
 def test_every_way_gives_the_logps_of_the_model_as_training_starts(way: str, flags: dict[str, Any]) -> None:
-    """Asked after the model has changed, for both splits. Fails when: dropout is on; the changed model is asked; ld_alpha is left out."""
+    """Asked after the model has changed, for both splits. Fails when: dropout is on; the changed model is asked; ld_alpha is left
+    out; a reference has no `__repr__` of its own."""
     config = Config(reference=way, **flags)
     run = built(config)
-    assert run.reference.way == way
+    assert (run.reference.way, repr(run.reference)) == (way, f"Reference({way})")
     batches = [batch.micro_batches[0] for loader in (run.train.batches(), iter(run.evaluation)) for batch in loader]
     run.model.eval()
     with torch.no_grad():

@@ -393,6 +393,14 @@ def due_steps(tmp_path: Path, what: str, **settings: object) -> list[int]:
     return seen
 
 
+def test_what_a_notebook_shows_of_a_run_is_a_line(tmp_path: Path) -> None:
+    """Fails when: `Run.__repr__` is removed: a dataclass shows the model, the data and every line of metrics.jsonl."""
+    shown: list[str] = []
+    train(Config(output_dir=str(tmp_path / "run"), max_steps=2), lambda run: shown.append(repr(run)))
+    assert [f"step {step} of 2" in line for step, line in enumerate(shown, 1)] == [True, True]
+    assert len(shown[0]) < 100 + len(str(tmp_path))
+
+
 def test_strategies_say_when_something_is_due(tmp_path: Path) -> None:
     """Epochs of 22 examples in steps of 6: they end in steps 4, 8 and 11; the last step always counts. Fails when: an
     epoch's end inside a step is missed."""

@@ -37,6 +37,10 @@ class DataReport:
     first_rows: int | None = None  # of a stream: how many rows were counted
     length_flag: str = "--max-length"  # of the setting for the longest length
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{split.name} {split.examples:,} examples" for split in self.splits)
+        return f"DataReport({self.layout}: {counts}; print_data_report shows the rest)"
+
 
 def example_pieces(ids: list[int], labels: list[int] | None, decode: Callable[[list[int]], str]) -> list[Piece]:
     """An example as text, cut where supervised text begins and ends, its middle left out when it is long."""

@@ -37,6 +37,10 @@ class Metrics:
         if (self.update is None) == (self.gather is None):
             raise ValueError("Metrics observe by update or by gather: give one of the two.")
 
+    def __repr__(self) -> str:
+        observe = self.update or self.gather
+        return f"Metrics({'update' if self.update else 'gather'}: {getattr(observe, '__qualname__', type(observe).__name__)})"
+
 
 def precise_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum in float64, as a 0-d tensor on the same device (float32 on MPS, which has nothing wider)."""

@@ -63,6 +63,9 @@ class Reference:
     is_kept: bool = False  # whether the run's checkpoints have it
     made_of: dict[str, Any] | None = None  # commit and digests of the files it is made of, for `open_run`
 
+    def __repr__(self) -> str:
+        return f"Reference({self.way})"
+
     def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Any:
         return self.logps(model, micro_batch)
 

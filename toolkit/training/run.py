@@ -76,6 +76,9 @@ class Run:
         self._opened, self._position_before, self._best_is_unsaved = time.monotonic(), 0, False
         self._undecided: list[str] = []  # metrics of this step's evaluations that were logged without the deciding one
 
+    def __repr__(self) -> str:
+        return f"Run({self.output_dir}: {self.status}, step {self.step:,} of {self.num_steps:,})"
+
     def __iter__(self) -> Iterator[Batch]:
         self.window.resume_clock()
         began = self.step
@@ -99,12 +102,10 @@ class Run:
             if stop or stops_here or self.due("save") or self._best_is_unsaved:
                 self.save()
             self.saver.check(self.step)
-            if stops_here:
+            if stop or stops_here:
                 self.saver.report(wait=True)
-                raise stopped_at(self.step)
-            if stop:
-                self.saver.report(wait=True)
-                raise interruption(stop, self.step, how_to_continue(self.checkpoints, self.config), self.config)
+                how = how_to_continue(self.checkpoints, self.config)
+                raise interruption(stop, self.step, how, self.config) if stop and not stops_here else stopped_at(self.step)
             if self.position > batch.position + batch.size:  # the step took more
                 batches = self.train.batches(self.position)
             self.window.resume_clock()
@@ -302,8 +303,7 @@ class Run:
 
     def _roll_back(self) -> None:
         """After a spike: the weights of the last good checkpoint, and training goes on behind the rows of the steps since."""
-        saved = self.saver.roll_back(self.state, self.kept)
-        if saved is None:
+        if (saved := self.saver.roll_back(self.state, self.kept)) is None:
             return
         record = self.state.go_back(RunState.from_record(saved.run))
         if self.accelerator.is_main_process:

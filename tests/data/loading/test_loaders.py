@@ -182,13 +182,23 @@ def test_a_tag_of_the_first_token_counts_in_the_totals(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_over_a_loader_has_the_batches_of_the_run(stream: bool) -> None:
-    """For scripts without a Run. Fails when: a loader is no iterable, or ends after an epoch."""
+    """For scripts without a Run. Fails when: a loader is no iterable, ends after an epoch, or has that as its length."""
     rows = token_dataset()
     config = DataConfig(per_device_train_batch_size=2, max_steps=20, streaming=stream)
     source = IterableDataset.from_generator(lambda: iter(rows)) if stream else rows
     train, _ = build_dataloaders({"train": source}, collate_padded, config, Rank(0, 1))
     assert [batch.examples for batch in train] == [batch.examples for batch in train.batches()]
-    assert len(list(train)) == train.num_steps == 20
+    assert len(list(train)) == train.num_steps == len(train) == 20
+
+
+def test_what_a_notebook_shows_of_a_loader_is_a_line() -> None:
+    """Fails when: a `__repr__` is removed: a dataclass shows its rows and tensors."""
+    rows = token_dataset()
+    train, evaluation = build_dataloaders({"train": rows, "validation": rows}, collate_padded, DataConfig(max_steps=3))
+    stream, _ = build_dataloaders({"train": rows.to_iterable_dataset()}, collate_padded, DataConfig(streaming=True, max_steps=3))
+    for shown, part in ((train, "3 steps of"), (evaluation, "of 23"), (stream, "3 steps of"), (next(iter(train)), "position 0")):
+        assert part in repr(shown)
+        assert len(repr(shown)) < 120
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

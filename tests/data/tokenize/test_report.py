@@ -48,12 +48,14 @@ def printed(preflight, stream=None):
 
 
 def test_counts_are_those_of_a_plain_loop(tokenizer):
-    """Fails when lengths are taken after cutting, or the first token of a document is counted as supervised."""
+    """Fails when lengths are taken after cutting, the first token of a document is counted as supervised, or a report has no
+    `__repr__` of its own."""
     rows = [*pairs(), pairs()[3], pairs()[3]]
     lengths = sorted(len(tokenizer(row["prompt"] + row["completion"])["input_ids"]) + 1 for row in rows)
     held_out = [*pairs(5), {"prompt": "of its", "completion": "own"}]
     prepared = prepare("sft", splits_of(rows, validation=held_out), tokenizer, DataConfig(max_length=60))
     counts, validation = prepared.report.splits
+    assert f"train {counts.examples} examples, validation {validation.examples} examples" in repr(prepared.report)
     left = prepared["train"].to_list()
     assert counts.examples == len(left)
     assert counts.tokens == sum(len(row["input_ids"]) for row in left)

@@ -61,6 +61,9 @@ class Batch:
     indices: list[list[int]] = field(default_factory=list)
     epochs: list[list[int]] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return f"Batch({len(self.micro_batches)} micro-batches at position {self.position:,}, totals {self.totals})"
+
     def pin_memory(self) -> "Batch":
         """Page-locked copies, so that the transfer to a CUDA device overlaps with compute."""
         self.micro_batches = [

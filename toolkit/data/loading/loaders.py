@@ -121,6 +121,13 @@ class TrainLoader:
     def num_steps(self) -> int:
         return math.ceil(self.examples_to_consume / self.global_batch_size)
 
+    def __len__(self) -> int:
+        """Steps of the whole run, all epochs: what iterating gives."""
+        return self.num_steps
+
+    def __repr__(self) -> str:
+        return f"TrainLoader({len(self):,} steps of {self.global_batch_size:,} of {self.epoch_size:,} examples)"
+
     def state(self) -> dict[str, Any]:
         """What a resume needs next to the position: nothing."""
         return {}
@@ -179,6 +186,9 @@ class EvalLoader:
     pin_memory: bool = False
     augment: Augment | None = None
     seed: int = 0  # of the augmentation
+
+    def __repr__(self) -> str:
+        return f"EvalLoader({len(self):,} micro-batches of {self.micro_batch_size:,} of {len(self.rows):,} examples)"
 
     def __len__(self) -> int:
         return math.ceil(math.ceil(len(self.rows) / self.micro_batch_size) / self.num_data_ranks)

@@ -71,6 +71,13 @@ class StreamLoader:
     def num_steps(self) -> int:
         return math.ceil(self.examples_to_consume / self.global_batch_size)
 
+    def __len__(self) -> int:
+        """Steps of the whole run, all epochs: what iterating gives."""
+        return self.num_steps
+
+    def __repr__(self) -> str:
+        return f"StreamLoader({len(self):,} steps of {self.global_batch_size:,} examples)"
+
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the whole run; a `Run` begins at its own position."""
         return self.batches()
