@@ -389,6 +389,16 @@ def test_metrics_are_those_of_one_pair_at_a_time(names: list[str], sizes: list[i
     assert found == pytest.approx(wanted, rel=1e-10, abs=1e-12)
 
 
+def test_one_loss_may_be_given_without_a_list() -> None:
+    """Fails when: the letters of its name are looked up."""
+    policy, reference = pairs_of(token_logps(1, torch.float64)), pairs_of(token_logps(2, torch.float64))
+    totals = {"pairs": float(PAIRS)}
+    one, of_list = (preference_loss(policy, reference, totals, loss_type=each)[0] for each in ("ipo", ["ipo"]))
+    assert torch.equal(one, of_list)
+    sums = [preference_metrics(lambda *_: (policy, reference), loss_type=each).update(None, {}) for each in ("ipo", ["ipo"])]
+    assert torch.equal(sums[0]["pair_loss"], sums[1]["pair_loss"])
+
+
 def test_the_drop_of_log_probabilities_is_the_mean_of_both_answers_and_a_tie_is_no_success() -> None:
     """By hand; below 0 where the answers became likelier, so it isn't called a KL. Fails when: logps_drop has the other sign or isn't
     halved, or a tie counts."""

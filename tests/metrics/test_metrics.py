@@ -248,6 +248,12 @@ def test_functions_and_combinations_of_modules_may_be_given_in_place_of_a_name()
     assert metrics["matthews_correlation"] == pytest.approx(reference.matthews_corrcoef([0, 1, 1, 2], [0, 1, 2, 2]))
 
 
+def test_one_name_or_function_is_a_list_of_one() -> None:
+    """Fails when: `names_of` is left out: the letters of the name are looked for, and a function is refused as no list."""
+    assert finalized(classification_metrics("pearson", 1, "regression")).keys() == {"loss", "pearson"}
+    assert finalized(classification_metrics(lambda predictions, references: {"rows": len(references)}, 3)).keys() == {"loss", "rows"}
+
+
 def test_results_of_any_shape_become_numbers_by_name() -> None:
     """Fails when: arrays are dropped, or a note in words stops the evaluation."""
     result = {"each": np.array([0.5, 1.0]), "note": "words", "score": np.float32(2)}
@@ -256,6 +262,7 @@ def test_results_of_any_shape_become_numbers_by_name() -> None:
 
 
 def test_metrics_observe_in_one_way() -> None:
-    """Fails when: both may be given, which would be two forward passes for each micro-batch."""
+    """Fails when: both may be given, which would be two forward passes for each micro-batch, or `__repr__` is removed."""
+    assert repr(classification_metrics(["f1"], 2)) == "Metrics(update: classification_metrics.<locals>.<lambda>)"
     with pytest.raises(ValueError, match="one of the two"):
         Metrics(update=None, finalize=lambda sums: {})

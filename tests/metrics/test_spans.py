@@ -131,3 +131,5 @@ def test_an_unknown_metric_is_refused_with_what_was_meant() -> None:
     """Fails when: the names are not compared with those that there are."""
     with pytest.raises(Refusal, match="Did you mean f1_macro"):
         tag_metrics(["O", "B-X"], "iob2", ["f1_makro"])
+    with pytest.raises(Refusal, match="--metrics f1_makro"):  # one name alone
+        tag_metrics(["O", "B-X"], "iob2", "f1_makro")

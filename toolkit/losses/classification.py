@@ -73,7 +73,7 @@ def _share(right: torch.Tensor, totals: Mapping[str, float]) -> dict[str, torch.
 def classification_task(
     problem_type: str,
     num_labels: int | None,
-    metrics: Sequence[str] = (),
+    metrics: Sequence[str] | str = (),
     label_smoothing_factor: float = 0.0,
     class_names: Sequence[str] = (),
 ) -> tuple[Callable[..., Loss], Metrics]:

@@ -49,7 +49,7 @@ def preference_loss(
     reference: PairLogps | None,
     totals: Mapping[str, float],
     *,
-    loss_type: Sequence[str] = ("sigmoid",),
+    loss_type: Sequence[str] | str = ("sigmoid",),
     loss_weights: Sequence[float] = (),
     beta: float = 0.1,
     label_smoothing: float = 0.0,
@@ -75,6 +75,7 @@ def preference_loss(
 
     Returns the loss, 0-d, and the metrics of `metrics_by_pair`, likewise parts of means over the pairs.
     """
+    loss_type = [loss_type] if isinstance(loss_type, str) else loss_type
     each = pair_losses(
         policy, reference, loss_type=loss_type, loss_weights=loss_weights, beta=beta, label_smoothing=label_smoothing,
         f_divergence_type=f_divergence_type, f_alpha_divergence_coef=f_alpha_divergence_coef, discopop_tau=discopop_tau,
@@ -90,7 +91,7 @@ def preference_loss(
 def preference_metrics(
     logps_of: LogpsOf,
     *,
-    loss_type: Sequence[str] = ("sigmoid",),
+    loss_type: Sequence[str] | str = ("sigmoid",),
     loss_weights: Sequence[float] = (),
     beta: float = 0.1,
     cpo_alpha: float = 1.0,
@@ -105,6 +106,7 @@ def preference_metrics(
         logps_of: the policy's and the reference's log-probabilities for (model, micro-batch); None without a reference.
         loss_type, loss_weights, beta, cpo_alpha, others: the keyword arguments of `preference_loss`.
     """
+    loss_type = [loss_type] if isinstance(loss_type, str) else loss_type
     alone = ["sigmoid" if name in COUPLING_PAIRS else name for name in loss_type]
 
     def update(model: nn.Module, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from toolkit.metrics.classes import (
     label_sums,
     named,
 )
-from toolkit.metrics.external import External, MetricName, flat_metrics, load_metric, title_of
+from toolkit.metrics.external import External, MetricName, flat_metrics, load_metric, names_of, title_of
 from toolkit.metrics.metric import Metrics, precise_sum, ratio
 from toolkit.metrics.retrieval import deviations, pearson
 
@@ -100,8 +100,9 @@ _PROBLEMS: dict[str, _Problem] = {
 
 
 def classification_metrics(
-    names: Sequence[MetricName], num_labels: int | None, problem_type: str = "single_label", class_names: Sequence[str] = ()
-) -> Metrics:
+    names: Sequence[MetricName] | MetricName, num_labels: int | None, problem_type: str = "single_label",
+    class_names: Sequence[str] = (),
+) -> Metrics:  # fmt: skip
     """Metrics by name for examples with labels; "loss" is always among them. Without a name the usual ones
     (`USUAL_METRICS`): accuracy and F1, of numbers mse, mae and r2.
 
@@ -120,7 +121,7 @@ def classification_metrics(
         Refusal: an unknown metric, or one that is for another kind of label.
     """
     assert num_labels is not None  # as transformers types it; a model with a head of classes has a number
-    problem, names = _PROBLEMS[problem_type], names or USUAL_METRICS[problem_type]
+    problem, names = _PROBLEMS[problem_type], names_of(names) or USUAL_METRICS[problem_type]
     built_in = [name for name in names if isinstance(name, str) and name in problem.metrics]
     for name in built_in:
         if name.endswith("_binary") and num_labels != 2:

@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,11 @@ class Module(Protocol):
 
 
 MetricName = str | Module | External
+
+
+def names_of(names: Sequence[MetricName] | MetricName) -> list[MetricName]:
+    """The names as a list; one may be given without it, a function or a module too."""
+    return list(names) if isinstance(names, Sequence) and not isinstance(names, str) else [names]
 
 
 def load_metric(name: MetricName, known: Collection[str], trial: tuple[list[Any], list[Any]]) -> External:

@@ -28,7 +28,7 @@ _OF_ENTITIES: dict[str, Metric] = {
 }
 
 
-def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, strict: bool = False) -> Metrics:
+def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] | str = (), *, strict: bool = False) -> Metrics:
     """Metrics of tagged words by name; "loss", the mean over supervised tokens, is always among them.
 
     `accuracy` is of the words' tags. `precision`, `recall` and `f1` are of all entities together (micro), as conlleval and
@@ -49,7 +49,7 @@ def tag_metrics(tags: Sequence[str], scheme: str, names: Sequence[str] = (), *, 
         Refusal: an unknown metric.
     """
     known = _OF_WORDS if scheme == "plain" else _OF_ENTITIES
-    wanted = list(names or USUAL_TAG_METRICS)
+    wanted = [names] if isinstance(names, str) else list(names or USUAL_TAG_METRICS)
     for name in wanted:
         if name not in known:
             raise Refusal(f"--metrics {name}: known are {', '.join(known)}.{did_you_mean(name, known)}")

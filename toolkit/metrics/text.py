@@ -15,7 +15,7 @@ from torch import nn
 
 from toolkit.config import Refusal
 from toolkit.data.loading.batch import MicroBatch
-from toolkit.metrics.external import MetricName, flat_metrics, load_metric, title_of
+from toolkit.metrics.external import MetricName, flat_metrics, load_metric, names_of, title_of
 from toolkit.metrics.metric import Metrics
 
 TextMetric = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
@@ -69,7 +69,7 @@ def usual_text_metrics() -> tuple[list[str], list[str]]:
     return [name for name in TEXT_METRICS if name not in missing], missing
 
 
-def choose_text_metrics(names: Sequence[MetricName] | str) -> dict[str, TextMetric]:
+def choose_text_metrics(names: Sequence[MetricName] | MetricName) -> dict[str, TextMetric]:
     """Functions of texts by name: built in (`TEXT_METRICS`), a module of `evaluate` that compares texts, or a function
     `f(predictions, references) -> dict` of the user's. Without a name the built-in ones whose library is installed.
 
@@ -77,7 +77,7 @@ def choose_text_metrics(names: Sequence[MetricName] | str) -> dict[str, TextMetr
         Refusal: an unknown metric, one for something else than texts, or one whose library is not installed.
     """
     chosen: dict[str, TextMetric] = {}
-    for name in [names] if isinstance(names, str) else names or usual_text_metrics()[0]:
+    for name in names_of(names) or usual_text_metrics()[0]:
         if isinstance(name, str) and name in TEXT_METRICS:
             library = _LIBRARIES.get(name)
             if library and importlib.util.find_spec(library) is None:
