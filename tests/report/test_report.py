@@ -391,12 +391,15 @@ def test_long_curve_is_thinned_without_losing_a_peak(tmp_path):
 
 
 def test_several_runs_stand_in_one_table_and_link_to_their_sections(tmp_path):
-    """Fails when: the sections are numbered from 1."""
+    """Fails when: the sections are numbered from 1, or one touches what is above it: no rule sets them apart."""
     first = write_run(tmp_path / "first", evaluations(10, 5), summary={"steps": 10, "seconds": 75, "status": "finished"})
     second = write_run(tmp_path / "second", training_events(3))
     page = report(first, second)
     targets = {attributes["id"] for tag, attributes in page.tags if tag == "article"}
     assert {f"#{target}" for target in targets} <= {attributes.get("href") for _, attributes in page.tags}
+    html = (tmp_path / "report.html").read_text()
+    assert (above := re.findall(r"</(\w+)>\s*<article", html)) == ["section", "article"]
+    assert all(f"{each} + article" in html for each in above)
     assert "1 min 15 s" in page.texts
     assert page.texts.count("first") == 3  # the table, the legend of the curves of both, and its own section
 

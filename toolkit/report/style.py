@@ -32,8 +32,8 @@ small { font-size: 12px; font-weight: 400; color: var(--faint); }
 .kicker { font-size: 13px; color: var(--faint); margin-bottom: 6px; }
 .faint { color: var(--faint); }
 .empty { color: var(--soft); margin-top: 18px; }
-article + article { margin-top: 56px; padding-top: 40px; border-top: 1px solid var(--line); }
-.overview + article, .scroll + article { margin-top: 44px; }
+article + article, section + article { margin-top: 56px; padding-top: 40px; border-top: 1px solid var(--line); }
+.scroll + article { margin-top: 44px; }
 header p { color: var(--soft); margin-top: 6px; overflow-wrap: anywhere; }
 .status {
   display: inline-block; vertical-align: middle; margin-left: 10px; padding: 2px 9px; border-radius: 99px;
