@@ -54,6 +54,9 @@ def check_ends(record: Record, config: Settings) -> Outcome:
         what = f"The end of {asked - learned} of {asked} texts is not supervised: the model never learns to stop."
         change = "Leave out padding by the attention_mask, and not by the id: labels[attention_mask == 0] = -100."
         findings.append(Finding("ends", what, change, where))
+    if not asked and not any(findings):
+        moved = not any(any(are_in_place(each)) for each in made)
+        return skipped("no tokens are where their rows have them" if moved else "no supervised end was seen")
     return found(f"{learned} of {asked} ends are learned; they are {shown_tokens(stops, tokenizer)}", *findings)
 
 
