@@ -15,7 +15,7 @@ from typing import TextIO
 from toolkit.data.sources.find_files import with_given_paths
 from toolkit.data.split_counts import REMARKS, TOOL_REMARKS, SplitCounts
 from toolkit.data.tokenize.documents import IGNORED
-from toolkit.system.console import MARKED, first_of, printable, shows_color, write
+from toolkit.system.console import MARKED, first_of, printable, quoted, shows_color, write
 
 FEW_ROWS = 20  # with fewer one row moves an accuracy by more than 5 %
 SHOWN_CHARACTERS = 1000  # of the example; what is longer has its middle left out
@@ -133,12 +133,19 @@ def _remarks(split: SplitCounts, report: DataReport) -> list[str]:
         lines.append(f"{few} too few to separate one model from another; its metrics mean little")
     if split.classes:
         whole = max(split.examples, sum(split.classes.values()), 1)  # of tags, words
-        shares = [f"{label} {count / whole:.1%}" for label, count in split.classes.items()]
+        shares = [f"{_shown(label)} {count / whole:.1%}" for label, count in split.classes.items()]
         lines.append("classes: " + first_of(shares))
+        if (spaced := [_shown(label) for label in split.classes if label != label.strip()]) and split.name == "train":
+            lines.append(f"WARNING: white space around a class is part of it, as behind the comma of a CSV: {first_of(spaced)}")
         of_train = next((each.classes for each in report.splits if each.name == "train"), {})
-        if missing := [label for label, count in split.classes.items() if of_train.get(label) and not count]:
+        if missing := [_shown(label) for label, count in split.classes.items() if of_train.get(label) and not count]:
             lines.append(f"classes of train that it lacks, and its metrics say nothing of: {first_of(missing)}")
     return [f"{split.name}: {line}" for line in lines]
+
+
+def _shown(label: str) -> str:
+    """A class as it is, between quotes where that would not be seen, or break the line."""
+    return label if label.isprintable() and label == label.strip() else quoted(label)
 
 
 def _counted(count: int, what: str) -> str:

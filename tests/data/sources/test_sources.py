@@ -127,6 +127,14 @@ def test_a_csv_field_stays_what_was_written() -> None:
     ]
 
 
+def test_the_first_line_of_a_csv_may_be_excels_separator() -> None:
+    """Fails when: it is taken for the header, or lines are counted from the one after it."""
+    rows = load(write("data/a.csv", "SEP=;\r\ntext;label\r\na,b;x\r\n"), eval_fraction=0.0)["train"]
+    assert rows[:] == {"text": ["a,b"], "label": ["x"], "origin": ["data/a.csv:3"]}
+    with pytest.raises(Refusal, match=r"data/b\.csv:2: .*'text' .*twice"):
+        load(write("data/b.csv", "sep=|\ntext|text\na|b\n"), eval_fraction=0.0)
+
+
 def test_class_names_and_lists_survive_what_datasets_saved() -> None:
     """Fails when: the columns' features are inferred again."""
     tokens, label = datasets.Sequence(datasets.Value("string")), datasets.ClassLabel(names=["no", "yes"])

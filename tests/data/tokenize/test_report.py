@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 import toolkit.data.tokenize.prepare as tokenizing
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.data import split_counts
-from toolkit.data.report import example_pieces, print_data_report
+from toolkit.data.report import DataReport, example_pieces, print_data_report, report_lines
 from toolkit.data.split_counts import SplitCounts
 from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.documents import IGNORED
@@ -353,3 +353,14 @@ def test_an_empty_training_split_is_refused(tokenizer):
     splits["train"] = splits["train"].select([])
     with pytest.raises(Refusal, match="train split has no rows"):
         prepare("sft", splits, tokenizer, DataConfig())
+
+
+def test_a_class_with_white_space_around_it_or_a_line_break_in_it_is_shown_as_such():
+    """Fails when: a name is shown as it is, or the space that a CSV has behind its comma is a class's without a remark."""
+    counts = {" 0": 30, "1": 30, "a\nb": 4}
+    split = SplitCounts("train", 64, 200, None, 3, 3, 3, 0, 0, 0, counts)
+    lines = report_lines(DataReport("text, labeled", 128, "truncate", [split], []), ("", ""))
+    classes, remark = (line for line in lines if "class" in line)
+    assert classes.endswith("classes: ' 0' 46.9%, 1 46.9%, 'a\\nb' 6.2%")
+    assert "WARNING" in remark
+    assert remark.endswith(": ' 0'")

@@ -139,16 +139,21 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(2**31 - 1 if sys.maxsize > 2**31 else sys.maxsize)  # a field may hold a document
     lines = (line for _, line in _lines(path))
     first = next(lines, "")
-    if ".tsv" in Path(path).suffixes:
+    declared = re.fullmatch(r"sep=(.)\s*", first, re.IGNORECASE)  # a first line of Excel's, before the header
+    if declared:
+        separator = declared[1]
+    elif ".tsv" in Path(path).suffixes:
         separator = "\t"
     else:
         separator = next((each for each in "\t;|" if each in first and "," not in first), ",")
     reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
     begins = 1
     try:
+        if declared:
+            next(reader)
         header = [name.strip() or f"column_{place}" for place, name in enumerate(next(reader, []), 1)]
         if twice := first_double(header):
-            raise Refusal(f"{path}:1: the column {quoted(twice)} is twice in the header.")
+            raise Refusal(f"{path}:{reader.line_num}: the column {quoted(twice)} is twice in the header.")
         begins = reader.line_num + 1
         for fields in reader:
             if fields and len(fields) != len(header):
