@@ -74,6 +74,19 @@ def test_a_function_may_have_another_time_than_in_the_run(run: Path, tmp_path: P
     assert "0.2 seconds" in lines[0]
 
 
+def test_a_reward_that_fails_is_warned_of_once_and_not_among_the_completions(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when: each step is warned of, or the warnings are on standard output, where the JSON is."""
+    monkeypatch.setattr("toolkit.models.tokenizer.load_tokenizer", lambda config: None)
+    (tmp_path / "broken.py").write_text("def broken(completions):\n    raise ValueError\n")
+    result = CliRunner().invoke(app, ["rollouts", str(run), "--reward-funcs", f"{tmp_path}/broken.py:broken", "--json"])
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [each["step"] for each in found] == [step for step in (1, 2, 3) for _ in range(6)]
+    skipped, without, more = result.stderr.splitlines()
+    assert ("6 of 6" in skipped, "6 of 6" in without, "3 steps" in more) == (True, True, True)
+
+
 def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path) -> None:
     """Fails when: its turns are one text, or the tokens that the policy did not write can't be told from its own in the JSON."""
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)

@@ -70,11 +70,21 @@ def rollouts(
         near = min(steps, key=lambda each: abs(each - step))
         raise Refusal(f"--step {step}: {directory} has no rollouts of it; the nearest it has are those of step {near:,}.")
 
+    warned: list[int] = []  # steps; of the first one alone it is shown what of
+
     def read(number: int) -> list[Rollout]:
         from toolkit.rollouts.scoring import score_rollouts
 
-        found = rollouts_of(directory, number)
-        return score_rollouts(found, rewards, on_error="skip") if rewards else found
+        found, lines = rollouts_of(directory, number), list[str]()
+        if not rewards:
+            return found
+        scored = score_rollouts(found, rewards, on_error="skip", say=lines.append)
+        warnings = [line for line in lines if line.startswith("WARNING")]
+        for line in lines:
+            if not (warned and line in warnings):
+                say(line, error=True)
+        warned.extend([number] if warnings else [])
+        return scored
 
     def is_wanted(rollout: Rollout) -> bool:
         return (
@@ -85,15 +95,17 @@ def rollouts(
     filters = best or worst or above is not None or below is not None or contains is not None or truncated or as_json
     if step is None and not filters:
         _overview(steps, read)
-        return
-    wanted = [(number, each) for number in ([step] if step else steps) for each in read(number) if is_wanted(each)]
-    if best or worst:
-        known = sorted((each for each in wanted if not math.isnan(each[1].reward)), key=lambda each: -each[1].reward)
-        wanted = [*known[:best], *known[max(best, len(known) - worst) :]]
-    for number, each in wanted:
-        _show(number, each, as_json)
-    if not wanted:
-        say("no completion is like that")
+    else:
+        wanted = [(number, each) for number in ([step] if step else steps) for each in read(number) if is_wanted(each)]
+        if best or worst:
+            known = sorted((each for each in wanted if not math.isnan(each[1].reward)), key=lambda each: -each[1].reward)
+            wanted = [*known[:best], *known[max(best, len(known) - worst) :]]
+        for number, each in wanted:
+            _show(number, each, as_json)
+        if not wanted:
+            say("no completion is like that")
+    if len(warned) > 1:
+        say(f"WARNING: completions of {len(warned)} steps were skipped: those of step {warned[0]} are above", error=True)
 
 
 def _rewards(directory: Path, typed: dict[str, str | None]) -> list[Any]:

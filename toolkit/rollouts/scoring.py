@@ -76,7 +76,7 @@ def score_rollouts(
                 )
     without = sum(math.isnan(rollout.reward) for rollout in scored)
     if without:
-        say(f"WARNING: {without} of {len(scored)} completions have no reward at all: they move nothing")
+        say(f"WARNING: {without} of {len(scored)} completions have no reward at all: they count nowhere")
     return scored
 
 
