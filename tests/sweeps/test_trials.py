@@ -95,6 +95,17 @@ def test_the_evaluation_before_training_is_no_trials_best(tmp_path: Path) -> Non
     assert read_outcome(tmp_path, PLAN).values == {"eval_loss": 2.0}
 
 
+@pytest.mark.parametrize(("logged", "saved", "step"), [(0, 0, 0), (30, 20, 30), (20, 25, 25)])
+def test_a_killed_trial_has_the_steps_that_its_files_know_of(logged: int, saved: int, step: int, tmp_path: Path) -> None:
+    """It writes no summary; a budget of steps counts them. Fails when: poll in trials.py takes the summary's alone."""
+    run = trial_folder(tmp_path, 0)
+    (run / f"checkpoints/step-{saved}").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text(f'{{"step": {logged}, "loss": 1.0}}\n')
+    found = outcome(tmp_path, "ValueError: the rate is bad\n")
+    assert found is not None
+    assert found.step == step
+
+
 def test_a_full_disk_fails_no_trial(tmp_path: Path) -> None:
     """Fails when: poll in trials.py does not ask _is_out_of_space."""
     with pytest.raises(OSError, match="No space left"):

@@ -18,7 +18,7 @@ from toolkit.metrics.direction import greater_is_better
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, JournalFile, Objective, Outcome, Plan, read_journal
 from toolkit.sweeps.loop import Sweep, run_sweep
-from toolkit.sweeps.outcomes import read_outcome, steps_of, trial_folder
+from toolkit.sweeps.outcomes import furthest_step, read_outcome, steps_of, trial_folder
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.results import Trial, best_trials, metrics_of, trials_of
 from toolkit.sweeps.schedule import BY_RUNGS, check_rungs
@@ -173,7 +173,7 @@ def _run(
             raise
     seconds = time.monotonic() - began
     if reason:
-        return Outcome(reason=reason, code=1, seconds=seconds, step=steps_of(run))
+        return Outcome(reason=reason, code=1, seconds=seconds, step=furthest_step(run))
     return replace(read_outcome(run, plan, job.until), seconds=seconds)
 
 

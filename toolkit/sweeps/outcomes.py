@@ -89,6 +89,13 @@ def steps_of(run: Path) -> int:
     return found if isinstance(found, int) else 0
 
 
+def furthest_step(run: Path) -> int:
+    """The last step that any file of a run knows of: one that was killed has no summary, or that of an earlier end."""
+    logged = map(_step, read_lines(run / "metrics.jsonl"))
+    saved = (int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit())
+    return max([steps_of(run), *logged, *saved])
+
+
 def planned_steps_of(run: Path) -> int | None:
     """The steps that a run has in all, once it has begun."""
     layout = read_object(run / "run.json").get("layout")

@@ -19,7 +19,7 @@ from toolkit.config.setting import flag_of
 from toolkit.distributed.launch import REFUSED, TRY_AGAIN, Process, death_with_this_process, end_of, kill_group
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, Outcome, Plan
-from toolkit.sweeps.outcomes import curve_of, read_outcome, steps_of, trial_folder
+from toolkit.sweeps.outcomes import curve_of, furthest_step, read_outcome, steps_of, trial_folder
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.zygote import Zygote
@@ -123,7 +123,8 @@ class RecipeTrial:
             if _is_out_of_space(self._run, printed):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run))
             hung = f"wrote nothing for {self._recipe.plan.hang_minutes} minutes, {self._attempts} times; see its log.txt"
-            return Outcome(reason=hung if self._aborted else _reason(printed, code), code=code, seconds=seconds, step=step)
+            reason = hung if self._aborted else _reason(printed, code)
+            return Outcome(reason=reason, code=code, seconds=seconds, step=furthest_step(self._run))
         outcome = read_outcome(self._run, self._recipe.plan, pruned_at or job.until)
         return replace(outcome, seconds=seconds, pruned=pruned_at is not None)
 
