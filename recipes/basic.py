@@ -43,7 +43,7 @@ def main(config: Config) -> tk.Summary:
     from toolkit.training.anomalies import Diverged, Divergence, Unstable, report_nonfinite
 
     check_output_dir(config)
-    device = torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
+    device = torch.device("cpu" if config.use_cpu or not torch.cuda.is_available() else "cuda")
     tokenizer = tk.pad_apart_from_end(tk.load_tokenizer(config))  # a decoder is read at its last token before padding
     raw = tk.load_splits(config)
     splits = tk.tokenize_for_classification(raw, tokenizer, config)
@@ -85,7 +85,7 @@ def main(config: Config) -> tk.Summary:
         warnings.extend(found)
         for warning in found:
             print(f"WARNING: {warning}", flush=True)
-        if found and config.divergence == "stop":
+        if config.divergence == "stop" and found:
             summary.metrics["status"] = "diverged"
             write_summary(output_dir, summary)
             raise Diverged(f"stopped after step {step}, because of --divergence stop: {found[0]}")
