@@ -2,9 +2,11 @@
 
 import inspect
 import io
+import json
 import re
 import textwrap
 from dataclasses import field, make_dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import toolkit.data.tokenize.prepare as tokenizing
 from toolkit.config import ClassificationConfig, DataConfig, Refusal
 from toolkit.data import split_counts
 from toolkit.data.report import DataReport, example_pieces, print_data_report, report_lines
+from toolkit.data.sources.load import load_splits
 from toolkit.data.split_counts import SplitCounts
 from toolkit.data.tokenize.classification import classification_format
 from toolkit.data.tokenize.documents import IGNORED
@@ -309,6 +312,17 @@ def test_a_count_of_one_is_told_in_the_singular(tokenizer, count, said):
     shown = printed(prepare("sft", splits_of(train, validation=train[:count]), tokenizer, DataConfig()).report)
     assert f"validation: {said}" in shown
     assert f"validation: {'1 is' if count == 1 else '2 are'} in train too" in shown
+
+
+@pytest.mark.parametrize(("streaming", "said"), [(False, ["40 of 40 rows of {a}", "3 rows of {b} 13.3 times"]), (True, ["0.5 of {a}", "0.5 of {b}"])])
+def test_how_often_each_source_of_a_mixture_is_read_is_told(tokenizer, tmp_path, own_cache, streaming, said):
+    """Fails when: plan_splits in tasks.py leaves out what a mixture drew, or looks for one of rows or of streams alone."""
+    names = {"a": str(tmp_path / "a.jsonl"), "b": str(tmp_path / "b.jsonl")}
+    for (letter, name), count in zip(names.items(), (40, 3), strict=True):
+        Path(name).write_text("".join(json.dumps({"text": f"{letter} {number}"}) + "\n" for number in range(count)))
+    config = DataConfig(dataset=f"{names['a']}:1,{names['b']}:1", eval_fraction=0.0, streaming=streaming)
+    (note,) = (note for note in tokenize_for_lm(load_splits(config), tokenizer, config).report.notes if "mixture" in note)
+    assert [each.format(**names) in note for each in said] == [True] * len(said), note
 
 
 def test_a_refused_row_says_how_to_see_all_of_them(tokenizer):

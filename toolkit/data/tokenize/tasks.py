@@ -372,6 +372,9 @@ def plan_splits(
         if TOKENIZED_WITH in columns_of(splits[name], name):
             plans[name] = replace(plan, columns=(*plan.columns, TOKENIZED_WITH))
     name, plan = next(iter(plans.items()))
+    source = str(splits[name].info.description or "").partition("; rows: ")[0]
+    if source.startswith(("mixture: ", "mixture of streams: ")):
+        notes.append(source)
     unread = [column for column in columns_of(splits[name], name) if column not in plan.columns]
     if unread:
         notes.append(f"columns not read: {', '.join(unread)}")
