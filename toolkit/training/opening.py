@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit import checkpoint as ckpt
-from toolkit.config import RunConfig
+from toolkit.config import Refusal, RunConfig
 from toolkit.config.reading import add_reads, add_reads_of
 from toolkit.data.loading.streams import StreamLoader
 from toolkit.distributed.engines import engine_of, unwrapped
@@ -98,6 +98,10 @@ def open_run(
             except OutOfTime:
                 status = "interrupted"
                 _leave_in_time(run)
+            except Refusal as refusal:  # of a stream's row, hours after the start
+                if ckpt.read_pointer(checkpoints, "last"):
+                    refusal.args = (f"{refusal} {how_to_continue(checkpoints, config)}",)
+                raise
             except (MemoryError, RuntimeError) as error:
                 known = explained(error, run.step, heartbeat, how_to_continue(checkpoints, config))
                 if known is None:
