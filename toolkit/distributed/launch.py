@@ -6,17 +6,16 @@ SIGTERM itself and leaves its child running.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Any, Protocol
 
+from toolkit.system.children import death_with_this_process
 from toolkit.system.console import say
 from toolkit.system.environment import usable_cores
 from toolkit.system.network import free_port, interface_toward
@@ -29,7 +28,6 @@ POLL_SECONDS = 0.02
 PATIENCE = ((10.0, signal.SIGTERM), (15.0, signal.SIGKILL))
 _FORWARDED = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGTERM}
 _GROUPS_OF_ONE = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"}  # engines that need a process group in any case
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -216,20 +214,6 @@ def signals_collected(received: list[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def death_with_this_process() -> Callable[[], None] | None:
-    """What a child does before it starts the program, so that it's killed when this process dies, of SIGKILL too."""
-    if sys.platform != "linux":
-        return None
-    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
-
-    def die_with_the_launcher() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != launcher:  # it died before it could be watched
-            os._exit(1)
-
-    return die_with_the_launcher
 
 
 def _say_how_it_ended(name: str, code: int) -> None:

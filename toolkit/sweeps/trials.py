@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit.config.setting import flag_of
-from toolkit.distributed.launch import REFUSED, TRY_AGAIN, Process, death_with_this_process, end_of, kill_group
+from toolkit.distributed.launch import REFUSED, TRY_AGAIN, Process, end_of, kill_group
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.journal import Job, Outcome, Plan
 from toolkit.sweeps.outcomes import curve_of, furthest_step, read_outcome, steps_of, trial_folder
 from toolkit.sweeps.pruning import Curve
 from toolkit.sweeps.space import Point
 from toolkit.sweeps.zygote import Zygote
+from toolkit.system.children import death_with_this_process
 
 ATTEMPTS = 3  # of a trial that is killed: each goes on from its newest checkpoint
 _KILLED = 128

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import Refusal
-from toolkit.distributed.launch import death_with_this_process, kill_group
+from toolkit.distributed.launch import kill_group
 from toolkit.runs.directory import holds_a_run
 from toolkit.sweeps.trials import flags_of
+from toolkit.system.children import death_with_this_process
 from toolkit.system.console import say
 
 _GRACE_SECONDS = 60.0  # for the checkpoint of a trial that is stopped

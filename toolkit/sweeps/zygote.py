@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-from toolkit.distributed.launch import death_with_this_process
+from toolkit.system.children import death_with_this_process
 
 # Imported once. transformers loads its parts when they are named, so those that each recipe uses are named.
 PRELOADED = (

@@ -1,9 +1,13 @@
 """Several processes that tokenize write what one writes."""
 
+import contextlib
 import hashlib
 import inspect
 import os
 import random
+import signal
+import subprocess
+import sys
 import textwrap
 from dataclasses import dataclass
 
@@ -105,6 +109,25 @@ def test_the_rows_are_read_by_other_processes():
         assert [(at, total, number) for (_, at), total, number in read] == [(0, 3, 3), (3, 12, 3), (6, 21, 3), (9, 9, 1)]
         found = {process for (process, _), *_ in read}
         assert found == expected if expected else (os.getpid() not in found and 2 <= len(found) <= 4)
+
+
+KILLED = """import os, signal, sys
+from toolkit.data.tokenize.pieces import read_in_order
+results = read_in_order(iter([(at, {"text": ["a"]}) for at in range(40)]), lambda batch, at: (bytes(2**20), at), 1, 2)
+next(results)
+os.kill(os.getpid(), signal.SIGKILL)"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no prctl")
+def test_no_process_that_tokenizes_outlives_the_one_that_started_it():
+    """Each has more to hand over than a pipe holds. Fails when: _begin_worker in pieces.py leaves out die_with_its_parent."""
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        process.communicate(timeout=40)  # to the end of all who have its standard output
+        assert process.returncode == -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("task", ["lm", "sft", "preference", "unpaired", "classification"])

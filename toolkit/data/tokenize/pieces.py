@@ -12,12 +12,14 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.cache.arrow import BATCH_ROWS
 from toolkit.data.tokenize.columns import Batch
 from toolkit.data.worker_processes import started
+from toolkit.system.children import death_with_this_process
 from toolkit.system.console import say
 from toolkit.system.json_lines import intact_records, parse_object, sealed_line
 
@@ -129,7 +131,8 @@ def read_in_order(
                 _Itself(),  # type: ignore[arg-type]  # what is sent to a process is what it works on
                 sampler=tasks, batch_size=None, collate_fn=work,
                 num_workers=processes, multiprocessing_context="fork",
-                worker_init_fn=_use_one_thread, generator=torch.Generator(),  # its own: the global random state must not move
+                worker_init_fn=partial(_begin_worker, death_with_this_process()),
+                generator=torch.Generator(),  # its own: the global random state must not move
             ), "--preprocessing-num-workers")  # fmt: skip
     for result in results:
         if isinstance(result, Exception):
@@ -142,6 +145,11 @@ class _Itself:
         return task
 
 
-def _use_one_thread(worker: int) -> None:
-    """In a process that tokenizes next to others; `build_accelerator` sets this variable for the process that starts them."""
+def _begin_worker(die_with_its_parent: Callable[[], None] | None, worker: int) -> None:
+    """In a process that tokenizes next to others; `build_accelerator` sets this variable for the process that starts them.
+
+    torch's own watch over the parent is not enough: a worker waits for ever to hand over a batch that nobody reads any more.
+    """
+    if die_with_its_parent:
+        die_with_its_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
