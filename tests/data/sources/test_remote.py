@@ -7,14 +7,17 @@ import io
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import datasets
 import fsspec
 import pytest
+from fsspec.implementations.http import HTTPFileSystem
 
 from tests.loopback import LoopbackServer
 from toolkit.config import DataConfig, Refusal
@@ -40,10 +43,10 @@ def _own_cache_and_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 class Server:
     """Files over HTTP. `fails`: how many of the next reads break off in the middle. `ranges`: "bytes"; without any the header's
-    value, which may be empty."""
+    value, which may be empty. `pause`: seconds in the middle of a read."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.fails, self.reads, self.ranges = folder, 0, 0, "bytes"
+        self.folder, self.fails, self.reads, self.ranges, self.pause = folder, 0, 0, "bytes", 0.0
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -83,7 +86,9 @@ class Server:
                         self.connection.shutdown(socket.SHUT_RDWR)
                         return
                     with contextlib.suppress(ConnectionError):  # a client that wanted a part of it
-                        self.wfile.write(part)
+                        self.wfile.write(part[:100])
+                        time.sleep(server.pause)
+                        self.wfile.write(part[100:])
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -173,6 +178,18 @@ def test_a_server_without_ranges_gives_the_same_rows(header: str, server: Server
     server.fails = 2
     assert load(url)["train"]["text"] == [row["text"] for row in rows]
     assert server.fails == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_that_takes_longer_than_the_client_waits_for_whole_answers_comes(
+    streaming: bool, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a server without ranges. Fails when: _options_for in remote.py is not handed on, or gives an answer a time in all."""
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.3))
+    HTTPFileSystem.clear_instance_cache()
+    (server.folder / "rows.jsonl").write_bytes(lines())
+    server.ranges, server.pause = "", 0.6
+    assert [row["text"] for row in load(f"{server.url}/rows.jsonl", streaming=streaming)["train"]] == [row["text"] for row in ROWS]
 
 
 def test_a_resumed_stream_opens_the_file_it_was_in_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def _store_of(url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        return fsspec.url_to_fs(url)
+        return fsspec.url_to_fs(url, **_options_for(url))
     except ImportError as error:  # its message names the package: "Install s3fs to access S3"
         package = re.search(r"nstall [`'\"]?([\w-]+)", str(error))
         install = f". Type: pip install {package[1]}" if package else ""
@@ -195,6 +195,18 @@ def _store_of(url: str) -> tuple[Any, str]:
         raise Refusal(f"--dataset {url}: {_reason(error)}. Known are s3://, gs://, az://, hf://, https:// and others") from None
     except Exception as error:  # a login that is looked for at once
         raise Refusal(f"--dataset {url}: {_reason(error)}") from None
+
+
+def _options_for(url: str) -> dict[str, Any]:
+    """aiohttp (3.14) gives a whole answer five minutes: a file that takes longer never came from a server without ranges. Here
+    it is five minutes without a byte, unless the user's configuration of fsspec has another timeout."""
+    if (protocol := url.partition("://")[0]) not in ("http", "https"):
+        return {}
+    from aiohttp import ClientTimeout
+    from fsspec.config import conf
+
+    ours = {"timeout": ClientTimeout(sock_connect=30, sock_read=300)}
+    return {"client_kwargs": ours | conf.get(protocol, {}).get("client_kwargs", {})}
 
 
 def _reason(error: BaseException) -> str:
