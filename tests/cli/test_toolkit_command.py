@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from toolkit import checkpoint as ckpt
@@ -337,11 +338,15 @@ def test_verify_resume_evaluates_where_a_setting_is_about_evaluations(tmp_path: 
     for name in {*refused, "load_best_model_at_end", "early_stopping_patience"}:
         assert "--eval-strategy" not in _with_defaults([flag_of(name), "8"]), name
     assert _with_defaults(["--max-steps", "3"])[-2:] == ["--eval-strategy", "no"]
-    for settings, evaluates in (("eval_steps: 20\nmax_steps: 900", True), ("learning_rate: 1", False)):
+    for settings, evaluates in (("eval_steps: 20\nmax_steps: 900", True), ("eval-steps: 2", True), ("dataset_test_split: test", True), ("learning_rate: 1", False)):
         (tmp_path / "run.yaml").write_text(settings)
         for typed in (["--config", str(tmp_path / "run.yaml")], [f"--config={tmp_path / 'run.yaml'}"]):
             found = _with_defaults(typed)
             assert ("--eval-strategy" not in found, "--max-steps" in found) == (evaluates, True)
+    (tmp_path / "run.yaml").write_text("push_to_hub: true")
+    for pushes in (["--config", str(tmp_path / "run.yaml")], ["--push-to-hub"]):
+        with pytest.raises(typer.BadParameter, match="Hub"):
+            _with_defaults(pushes)
 
 
 @pytest.mark.slow

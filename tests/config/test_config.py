@@ -596,7 +596,7 @@ def test_setting_turned_off_goes_with_everything() -> None:
 
 @pytest.mark.parametrize(
     ("metric", "metrics"),
-    [("loss", ["accuracy"]), ("f1_macro", ["f1_macro"]), ("eval_recall_class_3", ["recall_per_class"]), ("eval_x", ["glue"]), ("eval_rougeL", ["rouge"]), ("eval_auc", []), ("auc", ["f1"]), ("mape", [])],
+    [("loss", ["accuracy"]), ("f1_macro", ["f1_macro"]), ("eval_recall_class_3", ["recall_per_class"]), ("eval_x", ["glue"]), ("eval_rougeL", ["rouge"]), ("eval_auc", []), ("auc", ["f1"]), ("mape", []), ("eval_recall_at_5", []), ("accuracy2", []), ("pearsonr", [])],
 )
 def test_metric_that_will_or_may_be_measured_can_decide(metric: str, metrics: list[str]) -> None:
     """Fails when never_measured knows eval_loss alone, or refuses the unknown metrics of an evaluate module or of a copy."""

@@ -614,6 +614,13 @@ def test_steps_that_are_taken_to_be_timed_are_counted(tmp_path: Path, capsys: py
     assert (re.findall(r"(\d) of 4 steps", shown.err), shown.out) == (["1", "2", "3", "4"], "")
 
 
+def test_steps_that_are_timed_make_no_repository() -> None:
+    """Fails when: --measure runs a recipe that pushes."""
+    done = CliRunner().invoke(app, ["plan", "sft", "--measure", "2", "--push-to-hub"], prog_name="toolkit")
+    assert isinstance(done.exception, Refusal), done.output
+    assert "--push-to-hub" in str(done.exception)
+
+
 @pytest.mark.parametrize(
     "settings",
     ["eval_strategy: steps\neval_steps: 20\nsave_strategy: steps\nsave_steps: 10\nload_best_model_at_end: true", "eval_strategy: 'no'"],

@@ -228,10 +228,12 @@ def test_a_teacher_is_a_classifier_without_a_run(head: dict[str, Any], kind: str
 @pytest.mark.parametrize(
     ("architecture", "auto"),
     [("MarianMTModel", "AutoModelForSeq2SeqLM"), ("GPT2LMHeadModel", "AutoModelForCausalLM"), ("BertModel", "AutoModel"),
-     ("BartForConditionalGeneration", "AutoModelForSeq2SeqLM"), ("Odd", "AutoModel")],
+     ("BartForConditionalGeneration", "AutoModelForSeq2SeqLM"), ("Gemma3ForConditionalGeneration", "AutoModelForCausalLM"),
+     ("Odd", "AutoModel")],
 )  # fmt: skip
 def test_the_class_is_that_of_the_architecture(architecture: str, auto: str, tmp_path: Path) -> None:
-    """In the card and for the commands. Fails when: what a MarianMTModel ends with is looked for behind `Model`."""
+    """In the card and for the commands. Fails when: what a MarianMTModel ends with is looked for behind `Model`, or Gemma 3 is an
+    encoder-decoder by its name."""
     assert f"model = {auto}.from_pretrained(name)" in model_card({}, {}, "run", architecture)
     if architecture != "Odd":
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", "architectures": [architecture]}))

@@ -1,5 +1,6 @@
 """The final model on the disk: durable before the old one goes, whole after a kill, readable as the umask says."""
 
+import copy
 import dataclasses
 import importlib.util
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import toolkit as tk
 from toolkit import checkpoint as ckpt
@@ -118,6 +120,17 @@ def test_a_kill_at_any_operation_leaves_a_whole_model_and_the_next_save_works(tm
         assert os.WTERMSIG(status) == signal.SIGKILL
     assert target > 10
     line.check()
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_template_that_renders_no_plain_chat_keeps_no_model_from_being_written(tmp_path: Path, tokenizer: Any, adapted: bool) -> None:
+    """At the end of a run that read the data by it, or none of it. Fails when: `turn_end_ids` refuses what it can't find ends in."""
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('four turns at least') }}"
+    model = save(tmp_path / "run", strict, 0, use_peft=adapted)
+    assert (model / "README.md").exists()
+    assert transformers.AutoTokenizer.from_pretrained(model).chat_template == strict.chat_template
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o002], ids=oct)

@@ -102,6 +102,29 @@ def test_an_output_may_be_changed_in_place() -> None:
     assert torch.equal(torch.autograd.grad(changed.sum(), x)[0], expected)
 
 
+def test_hooks_of_accelerate_and_of_gradients_are_called() -> None:
+    """Fails when: has_hooks knows the hooks of forward passes alone."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Thrice(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return output * 3
+
+    models, called = pair(), list[Any]()
+    for model in models:
+        first, second = adapted(model)
+        add_hook_to_module(first.base_layer, Thrice())
+        second.lora_B["default"].register_full_backward_hook(lambda *_: called.append(1))
+    assert farthest(results(models[1]), results(models[0])) == 0
+    assert len(called) == 2
+
+
+def test_a_model_without_memory_gives_shapes() -> None:
+    """Fails when: torch is asked whether there is autocast on the meta device, which it refuses."""
+    ours = pair(dtype=torch.float32)[1].to("meta")
+    assert ours(torch.empty(2, 24, device="meta")).shape == (2, 7)
+
+
 def test_autocast_leaves_float64_alone() -> None:
     """Fails when: operands in float64 are cast."""
     of_peft, ours = pair()

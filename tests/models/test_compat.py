@@ -114,11 +114,14 @@ def test_hooks_of_a_forward_pass_can_be_looked_at() -> None:
     module.register_forward_pre_hook(hook := lambda *_: None)
     module.register_forward_hook(lambda *_: None)
     assert compat.hooks_before(module) == compat.hooks_before(copy.deepcopy(module)) == [hook]
-    for kind in ("register_forward_pre_hook", "register_forward_hook"):
+    for kind in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook"):
         module = nn.Linear(2, 2)
         assert not compat.has_hooks(module)
         getattr(module, kind)(lambda *_: None)
         assert compat.has_hooks(module)
+    module = nn.Linear(2, 2)
+    setattr(module, "forward", module.forward)  # noqa: B010, as accelerate does for its own hooks
+    assert compat.has_hooks(module)
 
 
 

@@ -247,15 +247,21 @@ def test_a_sweep_is_continued_to_more_trials_up_to_all_combinations(recipe: Path
 
 
 def test_data_that_changed_between_trials_are_warned_of(recipe: Path, tmp_path: Path) -> None:
-    """Also by `continue`; once, and not where nothing but --parallel changed. Fails when: _run in cli/sweep.py compares no addresses."""
+    """Also by `continue`; once. So is --parallel, by which threads are shared out, where a trial has started since, and no package that
+    was imported. Fails when: _run in cli/sweep.py compares no addresses, or what importing writes changes one."""
     recipe.write_text(RECIPE.replace("    kind: str", '    data: str = setting("", "A file.")\n    kind: str'))
-    (tmp_path / "rows.jsonl").write_text("1")
-    words = [recipe, "--search", "rate=float:0..1", "--data", "rows.jsonl", "--sweep-dir", "sweep", "--trials"]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.jsonl").write_text("1")
+    words = [recipe, "--search", "rate=float:0..1", "--data", "rows", "--sweep-dir", "sweep", "--trials"]
     assert "WARNING" not in sweep(*words, "1", cwd=tmp_path).stderr
-    assert "WARNING" not in sweep(*words, "2", "--parallel", "2", cwd=tmp_path).stderr
-    (tmp_path / "rows.jsonl").write_text("12")
+    (tmp_path / "rows/__pycache__").mkdir()
+    (tmp_path / "rows/__pycache__/a.pyc").write_text("1")
+    assert "WARNING" not in sweep("continue", "sweep", "--trials", "2", cwd=tmp_path).stderr
+    (tmp_path / "rows/a.jsonl").write_text("12")
     assert "WARNING: the data" in sweep("continue", "sweep", "--trials", "3", cwd=tmp_path).stderr
     assert "WARNING" not in sweep("continue", "sweep", "--trials", "4", cwd=tmp_path).stderr
+    assert "--parallel have" in sweep("continue", "sweep", "--trials", "5", "--parallel", "2", cwd=tmp_path).stderr
+    assert "WARNING" not in sweep("continue", "sweep", "--trials", "6", cwd=tmp_path).stderr
 
 
 @pytest.mark.slow

@@ -828,7 +828,7 @@ def test_a_refusal_in_the_middle_keeps_what_was_saved(tmp_path: Path) -> None:
             raise tk.Refusal("no such metric")
         return False
 
-    with pytest.raises(tk.Refusal, match=r"(?s)no such metric .*checkpoints/step-4 .*resume=True"):
+    with pytest.raises(tk.Refusal, match=r"(?s)no such metric\n.*checkpoints/step-4 .*resume=True"):
         train(config, refuses)
     assert [path.name for path in ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == ["step-2", "step-4"]
 

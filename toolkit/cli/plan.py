@@ -74,6 +74,8 @@ def plan(
         raise Refusal(f"--measure: times one process, and the plan is of {ranks}. Give --step-seconds, which {measured} finds.")
     place = Path(os.path.abspath(script))
     main, config = read_recipe(place, words)
+    if values["measure"] and values_of(config).get("push_to_hub"):
+        raise Refusal("--measure takes steps of a real run, and with --push-to-hub it would make a repository: leave that out.")
 
     made: list[tuple[Any, Plan]] = []  # a search comes back to what was planned first
 

@@ -157,7 +157,7 @@ def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
     can_fork = sys.platform == "linux" and not plan.placement
     threads = {} if slots == 1 or os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads_of_a_rank(slots))}
 
-    def address(settings: Point, plan: Plan = plan) -> str:
+    def address(settings: Point) -> str:
         return address_of(read_command_line(config_class, [*plan.words, *flags_of(settings)], {}), plan)
 
     def elsewhere(address: str, until: int | None) -> Outcome | None:
@@ -168,10 +168,10 @@ def _run(plan: Plan, folder: Path, journal: Journal, slots: int | None) -> None:
     before, jobs = read_journal(journal)
     host = state.liveness.me.partition("/")[0]
     ours = [job for job in jobs if job.address and not job.parent and job.worker.partition("/")[0] == host]
-    if before and ours and not other_fields(before, plan) and address(ours[-1].settings, before) != ours[-1].address:
+    if before and ours and not other_fields(before, plan) and address(ours[-1].settings) != ours[-1].address:
         say(
-            "WARNING: the data (files by size and time), the toolkit, packages or OMP_NUM_THREADS have changed since the last "
-            "trial started: trials before and after may not compare. In another --sweep-dir all are trained alike.",
+            "WARNING: the data (files by size and time), the toolkit, packages, OMP_NUM_THREADS or --parallel have changed "
+            "since the last trial started: trials before and after may not compare. In another --sweep-dir all are alike.",
             error=True,
         )
 

@@ -17,9 +17,9 @@ from toolkit.system.files import TEMPORARY, temporary_folder
 
 # Settings that are refused without evaluations.
 _OF_EVALUATION = (
-    "eval_strategy", "eval_steps", "eval_on_start", "eval_delay", "eval_split", "max_eval_examples",
-    "per_device_eval_batch_size", "num_samples", "metrics", "sample_max_new_tokens", "sample_temperature",
-    "load_best_model_at_end", "early_stopping_patience",
+    "eval_strategy", "evaluation_strategy", "do_eval", "eval_steps", "eval_on_start", "eval_delay", "eval_split",
+    "dataset_test_split", "max_eval_examples", "per_device_eval_batch_size", "num_samples", "metrics", "sample_max_new_tokens",
+    "sample_temperature", "load_best_model_at_end", "early_stopping_patience",
 )  # fmt: skip
 # What makes a run short and its resume worth a look; left out where the user gives one of the names.
 _DEFAULTS = (
@@ -76,8 +76,10 @@ def _with_defaults(words: list[str]) -> list[str]:
         if name in given:
             raise typer.BadParameter("the runs are made from scratch in temporary directories.", param_hint=flag_of(name))
     defaults = [flag for names, flags in _DEFAULTS if not given.intersection(names) for flag in flags]
-    written = {key for file in _config_files(words) for key in read_config_file(file)}
-    evaluates = not (given | written).isdisjoint(_OF_EVALUATION)
+    written = {key.replace("-", "_"): value for file in _config_files(words) for key, value in read_config_file(file).items()}
+    if "push_to_hub" in given or written.get("push_to_hub"):
+        raise typer.BadParameter("the runs are trials: nothing of them goes to the Hub.", param_hint="--push-to-hub")
+    evaluates = not (given | written.keys()).isdisjoint(_OF_EVALUATION)
     return [*words, *defaults, *([] if evaluates else ["--eval-strategy", "no"])]
 
 

@@ -121,7 +121,10 @@ REFUSED_INITIALIZATIONS = (*FROM_DATA, "loftq", "mica")
 REPOSITORY = re.compile(r"(?=(?:[^/]+/)?[^/]{1,96}$)(?!.*(?:--|\.\.|\.git$))(?:[a-zA-Z0-9][\w.-]*/)?\w(?:[\w.-]*\w)?")
 
 # Metrics whose metrics have their names; what an `evaluate` module calls its metrics is known only when it has run.
-PLAIN_METRIC = re.compile(r"accuracy|balanced_accuracy|matthews_correlation|(f1|precision|recall)(_\w+)?|r?mse|mae|r2|pearson")
+PLAIN_METRIC = re.compile(
+    "accuracy|balanced_accuracy|matthews_correlation|r?mse|mae|r2|pearson|"
+    "(f1|precision|recall)(_(macro|micro|weighted|binary|per_class))?"
+)
 _LONG_NAMES = ("accuracy", "balanced_accuracy", "matthews_correlation", "precision", "recall", "pearson")
 
 
@@ -133,7 +136,8 @@ USUAL_TAG_METRICS = ["accuracy", "precision", "recall", "f1", "f1_macro"]
 def never_measured(metric: str, metrics: list[str]) -> bool:
     """Whether it is a built-in metric that isn't among these, or one mistyped; a copy of the recipe may log one of its own."""
     metric = re.sub(r"_class_.+$", "_per_class", metric.removeprefix("eval_"))
-    is_built_in = PLAIN_METRIC.fullmatch(metric) or get_close_matches(metric, _LONG_NAMES, cutoff=0.9)
+    near = get_close_matches(metric, _LONG_NAMES, cutoff=0.9)
+    is_built_in = PLAIN_METRIC.fullmatch(metric) or (near and not metric.startswith(near[0]))
     return bool(metric not in metrics and is_built_in and all(map(PLAIN_METRIC.fullmatch, metrics)))
 
 

@@ -46,7 +46,7 @@ def model_card(
     """
     import yaml
 
-    from toolkit.models.trained import AUTO_CLASSES
+    from toolkit.models.trained import auto_class_named
 
     settings, of_model, of_data = (run_card.get(part) or {} for part in ("settings", "model", "data"))
     title = " ".join(str(settings.get("run_name") or name).split())
@@ -54,7 +54,7 @@ def model_card(
     below = of_model.get("base") or {}  # of an adapter that was trained further
     base, dataset = str(below.get("name") or begun), str(of_data.get("dataset") or "")
     traits = traits or Traits()
-    auto = next((each for ending, each in AUTO_CLASSES.items() if architecture.endswith(ending)), "AutoModel")
+    auto = auto_class_named(architecture) or "AutoModel"
     kind = kind_of(auto, settings, traits)
     task = KINDS[kind].task
     if auto == "AutoModelForSeq2SeqLM" and settings.get("target_lang"):

@@ -39,9 +39,9 @@ class AdaptedLinear(Linear):
         if (dropout.training and type(dropout) is not nn.Identity) or any(each.requires_grad for each in base.parameters()):
             return None
         tensors = [x, *(each.weight for each in layers), *(each.bias for each in layers if each.bias is not None)]
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # which autocast leaves alone
-            half = torch.get_autocast_dtype(x.device.type)
-            tensors = [each.to(half) for each in tensors]
+        kind, casts = x.device.type, x.dtype != torch.float64  # which autocast leaves alone
+        if casts and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            tensors = [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
         if len({each.dtype for each in tensors}) > 1 or layers[2].bias is not None:
             return None
         x, w, a, b, *bias = tensors

@@ -172,8 +172,9 @@ def hooks_before(module: nn.Module) -> list[Any]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is called before or after a module's forward pass."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
+    """Whether anything is called around a module's forward or backward pass, or in the place of its forward (accelerate's)."""
+    around = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(around) or "forward" in vars(module)
 
 
 def softmax_backward(of_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

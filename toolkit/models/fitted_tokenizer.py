@@ -10,7 +10,6 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config import Refusal
 from toolkit.data.tokenize.masks import turn_end_ids
 from toolkit.models.compat import set_backend
 
@@ -27,10 +26,7 @@ def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     texts first of all (masks hide what padding is made of); and where it has none, with a new one, for which `load_model`
     enlarges the embedding if it must.
     """
-    try:
-        ends = turn_end_ids(tokenizer)
-    except Refusal:  # a chat template that can't render a plain chat; for chats that is refused where they are read
-        ends = [tokenizer.eos_token_id]
+    ends = turn_end_ids(tokenizer)
     if tokenizer.pad_token_id in ends:
         special = [tokenizer.bos_token, *tokenizer.all_special_tokens]
         texts_have = (None, tokenizer.unk_token)

@@ -23,17 +23,13 @@ from toolkit.models.adapter_saving import initial_adapter
 from toolkit.models.dropout import take_fast_dropout
 from toolkit.models.frozen import HALVES, hold_in_half
 from toolkit.models.loaded import loaded, note_loaded
+from toolkit.models.trained import CLASSES_BY_TASK, auto_class_named
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ALL_LINEAR, TEMPLATE = "all-linear", "template"
-# The end of a model class's name, and what peft calls that task.
-_TASKS = {
-    "ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS", "ForConditionalGeneration": "SEQ_2_SEQ_LM", "MTModel": "SEQ_2_SEQ_LM",
-}  # fmt: skip
 # The heads that peft (0.21.2) trains whole for these tasks, whether their weights are new or not.
 _HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
 
@@ -158,7 +154,8 @@ def modules_to_save(model: nn.Module, config: AdapterConfig) -> list[str]:
 
 def _task_of(model: nn.Module) -> str | None:
     """peft's name of the task that a model's class is for."""
-    return next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
+    auto_class = auto_class_named(type(model).__name__)
+    return next((task for task, each in CLASSES_BY_TASK.items() if each == auto_class), None)
 
 
 def trainable_tokens(

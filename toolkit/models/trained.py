@@ -88,9 +88,8 @@ def auto_class_of(config: ModelConfig) -> str:
         task = settings.get("task_type")
         raise Refusal(f"{config.model}: an adapter for {task}; what can be evaluated are {' and '.join(CLASSES_BY_TASK)}.")
     architectures = list(published_config(config).architectures or [])
-    for ending, auto_class in AUTO_CLASSES.items():
-        if any(name.endswith(ending) for name in architectures):
-            return auto_class
+    if auto_class := next(filter(None, map(auto_class_named, architectures)), None):
+        return auto_class
     raise Refusal(
         f"{config.model}: its config.json names {', '.join(architectures) or 'no architecture'}; what can be used here are "
         f"models {', '.join('...' + ending for ending in AUTO_CLASSES)}."
@@ -105,6 +104,15 @@ def class_of_adapter(settings: Mapping[str, Any]) -> str | None:
     if auto_class := CLASSES_BY_TASK.get(str(settings.get("task_type"))):
         return auto_class
     name = str((settings.get("auto_mapping") or {}).get("base_model_class"))
+    return auto_class_named(name)
+
+
+def auto_class_named(name: str) -> str | None:
+    """transformers' class by task of a model whose class has this name, None where it's none of AUTO_CLASSES."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    if name in CAUSAL.values():  # Gemma 3 ends as encoder-decoders do
+        return "AutoModelForCausalLM"
     return next((auto_class for ending, auto_class in AUTO_CLASSES.items() if name.endswith(ending)), None)
 
 

@@ -122,6 +122,7 @@ def _stamp(value: Any) -> Any:
     for place in _places(value) if isinstance(value, str) else []:
         path = Path(place)
         files += [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    files = [file for file in files if file.parent.name != "__pycache__"]  # which importing a package writes
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 

@@ -98,9 +98,9 @@ def open_run(
             except OutOfTime:
                 status = "interrupted"
                 _leave_in_time(run)
-            except Refusal as refusal:  # of a stream's row, hours after the start
+            except Refusal as refusal:  # as of a stream's row, hours after the start
                 if ckpt.read_pointer(checkpoints, "last"):
-                    refusal.args = (f"{refusal} {how_to_continue(checkpoints, config)}",)
+                    refusal.args = (f"{refusal}\n{how_to_continue(checkpoints, config)}",)
                 raise
             except (MemoryError, RuntimeError) as error:
                 known = explained(error, run.step, heartbeat, how_to_continue(checkpoints, config))

@@ -180,6 +180,14 @@ def test_a_server_without_ranges_gives_the_same_rows(header: str, server: Server
     assert server.fails == 0
 
 
+def test_what_the_user_configures_for_http_goes_for_https_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fsspec has it. Fails when: one protocol's settings alone are put next to the time that is waited."""
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"trust_env": True}})
+    for scheme in ("http", "https"):
+        found = remote._store_of(f"{scheme}://127.0.0.1/rows.jsonl")[0].client_kwargs
+        assert (found["trust_env"], found["timeout"].total, found["timeout"].sock_read) == (True, None, 300)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_file_that_takes_longer_than_the_client_waits_for_whole_answers_comes(
     streaming: bool, server: Server, monkeypatch: pytest.MonkeyPatch

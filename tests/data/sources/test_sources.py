@@ -212,6 +212,7 @@ BROKEN = {
     "cut.json": (b'[{"text": "a"},\n{"text": "b"', "data/cut.json:2: is not JSON"),
     "cut.csv": (b'text,label\na,1\n"b,2\n', r"data/cut.csv:3: not valid CSV \(unexpected end of data\)\.$"),
     "quote.csv": (b'text,label\n"a\nb",1\n"c,2\nd,3\ne,4\n', "data/quote.csv:6: not valid CSV .*begins in line 4"),
+    "behind.csv": (b'text,label\n"a\nb" c,1\n', r"data/behind.csv:3: not valid CSV \(.*\) in the row that begins in line 2\.$"),
     "cut.parquet": (b"PAR1....", "data/cut.parquet can't be read"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-20], "data/cut.jsonl.gz is damaged"),
     "bit.jsonl.gz": (b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 20, "data/bit.jsonl.gz is damaged"),  # no valid block of deflate

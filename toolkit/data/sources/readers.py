@@ -165,7 +165,8 @@ def _read_csv(path: str) -> Iterator[tuple[int, Row]]:
                 yield reader.line_num, dict(zip(header, fields, strict=True))
             begins = reader.line_num + 1
     except csv.Error as error:
-        row = f" in the row that begins in line {begins}: a double quote in it has no other" if begins < reader.line_num else ""
+        row = f" in the row that begins in line {begins}" if begins < reader.line_num else ""
+        row += ": a double quote in it has no other" if row and "unexpected end" in str(error) else ""
         raise Refusal(f"{path}:{reader.line_num}: not valid CSV ({error}){row}.") from None
 
 

@@ -200,13 +200,16 @@ def _store_of(url: str) -> tuple[Any, str]:
 def _options_for(url: str) -> dict[str, Any]:
     """aiohttp (3.14) gives a whole answer five minutes: a file that takes longer never came from a server without ranges. Here
     it is five minutes without a byte, unless the user's configuration of fsspec has another timeout."""
-    if (protocol := url.partition("://")[0]) not in ("http", "https"):
+    protocols = ("http", "https")  # fsspec takes the configuration of both for either
+    if url.partition("://")[0] not in protocols:
         return {}
     from aiohttp import ClientTimeout
     from fsspec.config import conf
 
-    ours = {"timeout": ClientTimeout(sock_connect=30, sock_read=300)}
-    return {"client_kwargs": ours | conf.get(protocol, {}).get("client_kwargs", {})}
+    options = {"timeout": ClientTimeout(sock_connect=30, sock_read=300)}
+    for protocol in protocols:
+        options |= conf.get(protocol, {}).get("client_kwargs", {})
+    return {"client_kwargs": options}
 
 
 def _reason(error: BaseException) -> str:

@@ -115,8 +115,14 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
 
 
 def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a text or an assistant turn: where generation should stop."""
-    ends = list(read_chat_template(tokenizer).turn_ends) if tokenizer.chat_template else []
+    """Ids that end a text or an assistant turn: where generation should stop.
+
+    No turn's of a template that can't render a plain chat: whether that matters shows where it renders the data.
+    """
+    ends = list[str]()
+    if tokenizer.chat_template:
+        with contextlib.suppress(Refusal):
+            ends = list(read_chat_template(tokenizer).turn_ends)
     ids = [tokenizer.convert_tokens_to_ids(end) for end in ends]
     return list(dict.fromkeys([*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]))
 

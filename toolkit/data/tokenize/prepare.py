@@ -144,12 +144,7 @@ class Reader:
 
 def build_reader(form: Format, name: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Reader:
     """What reads the rows of a split by its plan."""
-    ends = list[int]()
-    if plan.is_masked and form.ends_texts:
-        try:
-            ends = turn_end_ids(tokenizer)
-        except Refusal:  # a template that can't render a plain chat; whether that matters shows when it renders the data
-            ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = turn_end_ids(tokenizer) if plan.is_masked and form.ends_texts else []
     rules = Rules(len(tokenizer), tokenizer.bos_token_id, tuple(ends))
     mark = vocabulary_mark(tokenizer) if TOKENIZED_WITH in plan.columns else None
     return Reader(form, name, plan, rules, form.rows(plan, build_encoder(tokenizer), config), config.min_length, mark)
