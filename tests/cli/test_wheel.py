@@ -63,7 +63,7 @@ COMES_WITH = {
     "huggingface_hub": "transformers", "tokenizers": "transformers", "psutil": "accelerate", "rich": "typer", "jinja2": "torch",
 }  # fmt: skip
 # What it imports where a setting or a command asks for it, and says so where it is missing.
-ON_DEMAND = {"bitsandbytes", "boto3", "botocore", "triton"}  # triton comes with torch for CUDA
+ON_DEMAND = {"aiohttp", "bitsandbytes", "boto3", "botocore", "triton"}  # triton comes with torch for CUDA
 
 
 def closure(requirements: Iterable[str]) -> set[str]:

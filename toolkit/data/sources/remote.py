@@ -203,7 +203,10 @@ def _options_for(url: str) -> dict[str, Any]:
     protocols = ("http", "https")  # fsspec takes the configuration of both for either
     if url.partition("://")[0] not in protocols:
         return {}
-    from aiohttp import ClientTimeout
+    try:
+        from aiohttp import ClientTimeout
+    except ImportError:  # which fsspec says itself
+        return {}
     from fsspec.config import conf
 
     options = {"timeout": ClientTimeout(sock_connect=30, sock_read=300)}
