@@ -106,9 +106,9 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
         config = Config(output_dir=str(folder), dtype="auto", model="tiny-llama", dataset="stdlib:sft")
         assert config.dtype == "auto"  # read, as loading a model does: the card shows settings that were read
         folder.mkdir()
-        beside = {"modules.json": "[]"}
+        more = {"modules.json": "[]"}
         (folder / "run.json").write_text(json.dumps({"model": {"name": "tiny-llama"}, "data": {"dataset": "stdlib:sft"}}))
-        sent = uploads.Uploads("alice/model", config, model, shards=False, files=beside, say=print)
+        sent = uploads.Uploads("alice/model", config, model, shards=False, files=more, say=print)
         for step in (1, 2, 3):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -118,8 +118,8 @@ def test_weights_that_are_a_checkpoints_file_are_not_written_again(tmp_path: Pat
             files, directory = folder / f"{step}/files", folder / f"{step}/reference"
             files.mkdir(parents=True)
             sent._add_model(checkpoint, step, files, [])
-            card = uploads.card_of_run(model, loaded(model).tokenizer, folder, Summary({}, read_settings(config)), beside)
-            uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, card, files=beside)
+            card = uploads.card_of_run(model, loaded(model).tokenizer, folder, Summary({}, read_settings(config)), more)
+            uploads.write_model(directory, model, whole_state_dict(None, model), loaded(model).tokenizer, card, files=more)
             assert contents(files)["README.md"].decode().splitlines() == contents(directory)["README.md"].decode().splitlines()
             assert contents(files) == contents(directory)
             assert ((files / "model.safetensors").stat().st_ino == (checkpoint / "model.safetensors").stat().st_ino) == (step > 1)

@@ -15,7 +15,7 @@ from toolkit.config import Refusal
 from toolkit.data.loading.batch import Batch
 from toolkit.metrics.classes import CLASS_METRICS, LABEL_METRICS, class_sums, counts_of_classes, counts_of_labels, label_sums
 from toolkit.metrics.classification import NUMBER_METRICS, classification_metrics
-from toolkit.metrics.external import flat_metrics
+from toolkit.metrics.external import flat_metrics, names_of
 from toolkit.metrics.metric import Metrics
 from toolkit.training.evaluation import eval_with_gather
 
@@ -252,6 +252,8 @@ def test_one_name_or_function_is_a_list_of_one() -> None:
     """Fails when: `names_of` is left out: the letters of the name are looked for, and a function is refused as no list."""
     assert finalized(classification_metrics("pearson", 1, "regression")).keys() == {"loss", "pearson"}
     assert finalized(classification_metrics(lambda predictions, references: {"rows": len(references)}, 3)).keys() == {"loss", "rows"}
+    module: Any = SimpleNamespace(name="mine", compute=lambda **_: {})
+    assert [names_of(each) for each in (module, {"f1"}, ("f1",), iter(["f1"]), None)] == [[module], ["f1"], ["f1"], ["f1"], []]
 
 
 def test_results_of_any_shape_become_numbers_by_name() -> None:

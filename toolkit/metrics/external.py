@@ -3,9 +3,9 @@
 import contextlib
 import difflib
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -25,9 +25,11 @@ class Module(Protocol):
 MetricName = str | Module | External
 
 
-def names_of(names: Sequence[MetricName] | MetricName) -> list[MetricName]:
-    """The names as a list; one may be given without it, a function or a module too."""
-    return list(names) if isinstance(names, Sequence) and not isinstance(names, str) else [names]
+def names_of(names: Iterable[MetricName] | MetricName | None) -> list[MetricName]:
+    """The names as a list; one may be given without it, a function or a module too. None: no name."""
+    if isinstance(names, str) or callable(names) or hasattr(names, "compute"):
+        return [cast("MetricName", names)]
+    return list(names or ())
 
 
 def load_metric(name: MetricName, known: Collection[str], trial: tuple[list[Any], list[Any]]) -> External:
